@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import json
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,7 @@ from dsat.search.feasibility import Values
 from dsat.search.normal import Array
 from dsat.search.step_time import Job, acts_on_whole_step, work
 from dsat.space.overrides import GAS
-from dsat.space.space import Space
-from dsat.values.zero_strategy import Strategy
+from dsat.space.space import Branch, Space
 
 _FEW = 24  # up to this number, all micro batches are compared
 # Parts of the predicted end of memory, and of the best micro batch, that are compared. With twice
@@ -30,15 +28,15 @@ MOST_SETTINGS = 12  # of a branch; with 24, no replayed search finds anything be
 # Only their ratios count: the scale is learned. Without whole tiles, replays end 0.1 points lower.
 # Standard deviation of what a strategy, a setting, a switch of the script and whole tiles make of a
 # step beside what the physical model predicts.
-STRATEGY_SD, SETTING_SD, SWITCH_SD, _TILES_SD = 0.04, 0.02, 0.2, 0.02
+_STRATEGY_SD, _SETTING_SD, _SWITCH_SD, _TILES_SD = 0.04, 0.02, 0.2, 0.02
 _ALONE_SD = 0.1  # of what other trials on the machine make of a step
 _STRATEGY, _WHOLE_TILES, _ALONE = "strategy", "whole tiles", "alone"  # names of traits
 
 
-def select_positions(
+def select_micro_batches(
     micro_batches: Sequence[int], *, edges: Sequence[float], best: Sequence[float]
 ) -> list[int]:
-    """Return which micro batches are compared, as positions in the allowed ones, ascending.
+    """Return the micro batches that are compared, ascending.
 
     They are powers of two with one step between, up to twice the largest given size and down to a
     quarter of the smallest, and multiples of 8 where memory ends and beside the best.
@@ -48,7 +46,7 @@ def select_positions(
         best: the micro batch of the best so far; without one, sizes from 1 on are compared.
     """
     if len(micro_batches) <= _FEW:
-        return list(range(len(micro_batches)))
+        return list(micro_batches)
     most = max(1.0, 2 * max([*edges, *best]))
     least = max(1.0, min([*edges, *best])) if best else 1.0
     first = max(0, math.floor(math.log2(least)) - _OCTAVES)
@@ -57,8 +55,8 @@ def select_positions(
     near = [part * edge for edge in edges for part in _NEAR_THE_EDGE]
     near += [part * size for size in best for part in _NEAR_THE_BEST]
     sizes += near + [size // _TILE * _TILE for size in near if size > 2 * _TILE]
-    found = {bisect.bisect_right(micro_batches, size) - 1 for size in sizes if size <= most}
-    return sorted(position for position in found if position >= 0) or [0]
+    ends = {bisect.bisect_right(micro_batches, size) for size in sizes if size <= most} - {0}
+    return [micro_batches[end - 1] for end in sorted(ends or {1})]
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,6 @@ class Settings:
     def __init__(self, space: Space, job: Job) -> None:
         self._space, self._job = space, job
         self._rows: dict[tuple[int, int], Row] = {}
-        self._settings: dict[tuple[int, int], Mapping[str, Any]] = {}
         self._traits: dict[tuple[str, str], int] = {}
         effects: list[float] = []
 
@@ -97,42 +94,28 @@ class Settings:
                 effects.append(sd)
 
         for strategy in space.strategies:
-            add(_STRATEGY, strategy.name, STRATEGY_SD)
+            add(_STRATEGY, strategy.name, _STRATEGY_SD)
         for is_so in (False, True):
             add(_WHOLE_TILES, str(is_so), _TILES_SD)
             add(_ALONE, str(is_so), _ALONE_SD)
-        for branch in space.branches:
-            for key, values in branch.searched:
-                if key == GAS:
-                    continue
-                sd = SWITCH_SD if acts_on_whole_step(key) else SETTING_SD
-                for value in values:
-                    add(key, _text(value), sd)
         self._first: dict[str, str] = {}
         for branch in space.branches:
             for key, values in branch.searched:
-                self._first.setdefault(key, _text(values[0]))
+                texts = [_text(value) for value in values]
+                self._first.setdefault(key, texts[0])
+                sd = _SWITCH_SD if acts_on_whole_step(key) else _SETTING_SD
+                for text in texts if key != GAS else ():
+                    add(key, text, sd)
         self.effects = np.array(effects)
-        self._texts = [
-            [[_text(value) for value in values] for _, values in branch.searched]
-            for branch in space.branches
-        ]
-
-    def of(self, branch: int, index: int) -> Mapping[str, Any]:
-        found = self._settings.get((branch, index))
-        if found is None:
-            found = self._settings[branch, index] = self._space.branches[branch].settings(index)
-        return found
 
     def row(self, branch: int, index: int) -> Row:
         found = self._rows.get((branch, index))
         if found is None:
-            found = self._rows[branch, index] = self._make_row(
-                self._space.strategies[branch], self.of(branch, index)
-            )
+            found = self._rows[branch, index] = self._make_row(self._space.branches[branch], index)
         return found
 
-    def _make_row(self, strategy: Strategy, settings: Mapping[str, Any]) -> Row:
+    def _make_row(self, branch: Branch, index: int) -> Row:
+        strategy, settings = branch.strategy, branch.settings(index)
         values = tuple((key, _text(value)) for key, value in settings.items())
         having = {**self._first, **dict(values), _STRATEGY: strategy.name}
         traits = np.zeros(len(self.effects))
@@ -142,12 +125,12 @@ class Settings:
         gas = int(settings.get(GAS, self._space.gas))
         return Row(work(self._job, strategy, settings), traits, values, gas)
 
-    def with_trial(self, traits: Array, micro_batch: Array, is_alone: Array) -> Array:
+    def with_trial(self, traits: Array, micro_batch: Array, is_alone: Any) -> Array:
         """Return traits for micro batches, and for trials that ran alone or not, (n, traits)."""
         found: Array = traits.copy()
         for key, is_so in ((_WHOLE_TILES, micro_batch % _TILE == 0), (_ALONE, is_alone)):
             found[:, self._traits[key, str(True)]] = is_so
-            found[:, self._traits[key, str(False)]] = ~is_so
+            found[:, self._traits[key, str(False)]] = np.logical_not(is_so)
         return found
 
     def changes(self, branch: int, best: Mapping[str, Any]) -> list[int]:
@@ -157,20 +140,13 @@ class Settings:
             best: settings of the best so far, of this branch or of another.
         """
         whole = self._space.branches[branch]
-        digits = []
-        for (key, _), texts in zip(whole.searched, self._texts[branch], strict=True):
-            text = _text(best.get(key))
-            digits.append(texts.index(text) if text in texts else 0)
-        at_best = sum(map(operator.mul, digits, whole.strides))
-        others = [
-            at_best + stride * (other - digit)
-            for digit, stride, (_, values) in zip(
-                digits, whole.strides, whole.searched, strict=True
-            )
-            for other in range(len(values))
-            if other != digit
-        ]
-        return [at_best, *others]
+        at_best, others = 0, []
+        for (key, values), stride in zip(whole.searched, whole.strides, strict=True):
+            own = best.get(key)
+            digit = values.index(own) if own in values else 0
+            at_best += stride * digit
+            others += [stride * (other - digit) for other in range(len(values)) if other != digit]
+        return [at_best, *(at_best + change for change in others)]
 
 
 def _text(value: Any) -> str:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from dsat.search.base import Costs, Observation, Source
-from dsat.search.candidates import MOST_SETTINGS, select_positions
+from dsat.search.candidates import MOST_SETTINGS, select_micro_batches
 from dsat.search.normal import Array, log_expected_gain
 from dsat.search.predictions import Key, Predictions
 from dsat.search.speed import Points
@@ -43,14 +43,15 @@ class Candidates:
     """Configurations to compare, as arrays of one length n.
 
     Attributes:
+        usual_cost: cost of a trial of the best so far.
         branch, index: positions of their settings.
         log_runs: logarithm of the probability to run.
         gain, sd: predicted logarithm of the gain over the best so far, and how much a trial will
             change it.
         cost: cost of a trial, in seconds if they are known.
-        usual_cost: cost of a trial of the best so far.
     """
 
+    usual_cost: float
     branch: Array
     index: Array
     micro_batch: Array
@@ -58,11 +59,6 @@ class Candidates:
     gain: Array
     sd: Array
     cost: Array
-    usual_cost: float
-
-    def only(self, kept: Array) -> Candidates:
-        names = [each.name for each in fields(self) if each.name != "usual_cost"]
-        return replace(self, **{name: getattr(self, name)[kept] for name in names})
 
 
 @dataclass(frozen=True)
@@ -171,7 +167,7 @@ class Chooser:
         branch, index = np.array(keys).T[:, where]
         log_runs = known.log_runs(keys, where, points)
         arrays = (branch, index, sizes, log_runs, gain, moved, cost)
-        return Candidates(*arrays, usual_cost).only(kept)
+        return Candidates(usual_cost, *(array[kept] for array in arrays))
 
     def _list_open(self) -> tuple[list[Key], Array, Array]:
         """Return the configurations that may be tried.
@@ -184,13 +180,13 @@ class Chooser:
         allowed = configurations.problem.space.micro_batches
         keys: list[Key] = []
         found: list[Array] = []
-        for branch, numbers in enumerate(self._list_settings()):
+        for branch in range(len(configurations.problem.space.branches)):
+            numbers = self._list_settings(branch)
             if not numbers:
                 continue
             edges = [configurations.edge(branch, number) for number in numbers]
             ends = [edges[0], max(edges)]
-            positions = select_positions(allowed, edges=ends, best=known.best_sizes)
-            sizes = np.array([allowed[position] for position in positions])
+            sizes = np.array(select_micro_batches(allowed, edges=ends, best=known.best_sizes))
             for number in numbers:
                 is_open = known.find_open((branch, number), sizes)
                 if is_open.any():
@@ -199,34 +195,25 @@ class Chooser:
         where = np.repeat(np.arange(len(keys)), [len(sizes) for sizes in found])
         return keys, where, np.concatenate(found) if found else np.zeros(0)
 
-    def _list_settings(self) -> list[list[int]]:
-        """Return the numbers of the settings to compare, for each branch.
+    def _list_settings(self, branch: int) -> list[int]:
+        """Return the numbers of the settings of a branch to compare.
 
         These are all if they are few; else the first, the best, and its likeliest changes.
         """
         known, configurations = self.known, self.known.configurations
-        space, histories = configurations.problem.space, known.histories.items()
-        branches, sizes = space.branches, space.micro_batches
-        closed = {key for key, history in histories if not history.admits_any(sizes)}
-        found: list[Sequence[int]] = [range(branch.count) for branch in branches]
-        many = [at for at, branch in enumerate(branches) if branch.count > MOST_SETTINGS]
-        changes = [configurations.settings.changes(at, known.best_settings(at)) for at in many]
-        keys = [(at, n) for at, numbers in zip(many, changes, strict=True) for n in numbers]
-        starts = np.cumsum([0, *map(len, changes)])
-        if keys:
+        count = configurations.problem.space.branches[branch].count
+        numbers: Sequence[int] = range(count)
+        if count > MOST_SETTINGS:
+            changes = configurations.settings.changes(branch, known.best_settings(branch))
+            keys = [(branch, number) for number in changes]
             size = np.full(len(keys), max(known.best_sizes, default=1.0))
             points = configurations.points(keys, np.arange(len(keys)), size)
-            best = np.repeat(starts[:-1], np.diff(starts))
-            mean, sd = known.speed.predict(points, best)
-            # Ties are broken by position.
-            hopes = np.split(np.round(mean - sd, 9), starts[1:-1])
-            for at, numbers, hope in zip(many, changes, hopes, strict=True):
-                order = np.argsort(hope[1:], kind="stable") + 1
-                found[at] = [0, numbers[0], *(numbers[place] for place in order)]
-        return [
-            [n for n in dict.fromkeys(numbers) if (at, n) not in closed][:MOST_SETTINGS]
-            for at, numbers in enumerate(found)
-        ]
+            mean, sd = known.speed.predict(points, np.zeros(len(keys), int))
+            hopes = np.round(mean - sd, 9)  # ties are broken by position
+            order = np.argsort(hopes[1:], kind="stable") + 1
+            numbers = [0, changes[0], *(changes[place] for place in order)]
+        left = [n for n in dict.fromkeys(numbers) if not known.is_closed((branch, n))]
+        return left[:MOST_SETTINGS]
 
 
 class TooDear(Exception):

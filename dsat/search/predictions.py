@@ -91,7 +91,7 @@ class Configurations:
         """Return the largest micro batch that should fit, plus 0.5."""
         found = self._edges.get((branch, index))
         if found is None:
-            settings = self.settings.of(branch, index)
+            settings = self.problem.space.branches[branch].settings(index)
             largest = largest_micro_batch(self.problem, self.memory, settings)
             found = self._edges[branch, index] = math.floor(largest) + 0.5
         return found
@@ -131,13 +131,12 @@ class Configurations:
             micro_batch=size,
             gas=np.asarray(gas, float),
             room=(edges[where] - size) * self.sample_part,
-            traits=self.settings.with_trial(traits, size, np.broadcast_to(is_alone, len(size))),
+            traits=self.settings.with_trial(traits, size, is_alone),
         )
 
     def alone(self, points: Points) -> Points:
         """Return configurations as if nothing ran at the same time."""
-        alone = np.ones(len(points), bool)
-        traits = self.settings.with_trial(points.traits, points.micro_batch, alone)
+        traits = self.settings.with_trial(points.traits, points.micro_batch, True)
         return replace(points, traits=traits)
 
     def log_work(self, points: Points) -> Array:
@@ -260,13 +259,19 @@ class Predictions:
         if own.any():
             rates[~own] = -np.inf
         best = self.measured[int(np.argmax(rates))]
-        return self.configurations.settings.of(best.branch, best.index)
+        return self.configurations.problem.space.branches[best.branch].settings(best.index)
 
     @property
     def best_sizes(self) -> list[float]:
         """The micro batch of the best so far, if there is one."""
         best = self.incumbent
         return [] if best is None else [float(best[0].micro_batch[0])]
+
+    def is_closed(self, key: Key) -> bool:
+        """Return whether no micro batch may be tried with some settings."""
+        history = self.histories.get(key)
+        sizes = self.configurations.problem.space.micro_batches
+        return history is not None and not history.admits_any(sizes)
 
     def find_open(self, key: Key, sizes: Array) -> Array:
         """Return which micro batches may be tried with some settings, (n,)."""
