@@ -118,10 +118,11 @@ class Chooser:
             attempts[each.point.branch] += 1
             if each.outcome is None or each.outcome.ok:
                 ran.add(each.point.branch)
-        strategies = self.known.configurations.problem.space.strategies
-        is_light = [each.burden - (each.stage == 3) <= 0 for each in strategies]
-        others = set(range(len(strategies))) - ran
-        return {each for each in others if is_light[each] and attempts[each] < _RETRIES}
+        return {
+            branch
+            for branch, strategy in enumerate(self.known.configurations.problem.space.strategies)
+            if branch not in ran and not strategy.offloads and attempts[branch] < _RETRIES
+        }
 
     def _find_urgent(self, candidates: Candidates, worth: Array, first: Array) -> Array:
         """Return candidates that promise more than first trials, but are too dear after them."""
@@ -181,39 +182,39 @@ class Chooser:
         keys: list[Key] = []
         found: list[Array] = []
         for branch in range(len(configurations.problem.space.branches)):
-            numbers = self._list_settings(branch)
-            if not numbers:
+            compared = self._list_settings(branch)
+            if not compared:
                 continue
-            edges = [configurations.edge(branch, number) for number in numbers]
+            edges = [configurations.edge(key) for key in compared]
             ends = [edges[0], max(edges)]
             sizes = np.array(select_micro_batches(allowed, edges=ends, best=known.best_sizes))
-            for number in numbers:
-                is_open = known.find_open((branch, number), sizes)
+            for key in compared:
+                is_open = known.find_open(key, sizes)
                 if is_open.any():
-                    keys.append((branch, number))
+                    keys.append(key)
                     found.append(sizes[is_open])
         where = np.repeat(np.arange(len(keys)), [len(sizes) for sizes in found])
         return keys, where, np.concatenate(found) if found else np.zeros(0)
 
-    def _list_settings(self, branch: int) -> list[int]:
-        """Return the numbers of the settings of a branch to compare.
+    def _list_settings(self, branch: int) -> list[Key]:
+        """Return the settings of a branch to compare.
 
         These are all if they are few; else the first, the best, and its likeliest changes.
         """
         known, configurations = self.known, self.known.configurations
         count = configurations.problem.space.branches[branch].count
-        numbers: Sequence[int] = range(count)
-        if count > MOST_SETTINGS:
-            changes = configurations.settings.changes(branch, known.best_settings(branch))
-            keys = [(branch, number) for number in changes]
-            size = np.full(len(keys), max(known.best_sizes, default=1.0))
-            points = configurations.points(keys, np.arange(len(keys)), size)
-            mean, sd = known.speed.predict(points, np.zeros(len(keys), int))
+        if count <= MOST_SETTINGS:
+            keys = [(branch, index) for index in range(count)]
+        else:
+            best = known.best_settings(branch)
+            changes = [(branch, index) for index in configurations.settings.changes(branch, best)]
+            size = np.full(len(changes), max(known.best_sizes, default=1.0))
+            points = configurations.points(changes, np.arange(len(changes)), size)
+            mean, sd = known.speed.predict(points, np.zeros(len(changes), int))
             hopes = np.round(mean - sd, 9)  # ties are broken by position
             order = np.argsort(hopes[1:], kind="stable") + 1
-            numbers = [0, changes[0], *(changes[place] for place in order)]
-        left = [n for n in dict.fromkeys(numbers) if not known.is_closed((branch, n))]
-        return left[:MOST_SETTINGS]
+            keys = list(dict.fromkeys([(branch, 0), changes[0], *(changes[at] for at in order)]))
+        return [key for key in keys if not known.is_closed(key)][:MOST_SETTINGS]
 
 
 class TooDear(Exception):

@@ -87,17 +87,20 @@ class Configurations:
         profile = self.problem.profile
         return max(1, profile.activation_bytes_per_sample) / profile.slot_memory_bytes
 
-    def edge(self, branch: int, index: int) -> float:
+    def settings_of(self, key: Key) -> Mapping[str, Any]:
+        branch, index = key
+        return self.problem.space.branches[branch].settings(index)
+
+    def edge(self, key: Key) -> float:
         """Return the largest micro batch that should fit, plus 0.5."""
-        found = self._edges.get((branch, index))
+        found = self._edges.get(key)
         if found is None:
-            settings = self.problem.space.branches[branch].settings(index)
-            largest = largest_micro_batch(self.problem, self.memory, settings)
-            found = self._edges[branch, index] = math.floor(largest) + 0.5
+            largest = largest_micro_batch(self.problem, self.memory, self.settings_of(key))
+            found = self._edges[key] = math.floor(largest) + 0.5
         return found
 
     @cached_property
-    def _edges(self) -> dict[tuple[int, int], float]:
+    def _edges(self) -> dict[Key, float]:
         """Cache of `edge`, for one decision: predictions of memory change from one to the next."""
         return {}
 
@@ -118,7 +121,7 @@ class Configurations:
             is_alone: whether no other trials ran at the same time, (n,).
         """
         rows = [self.settings.row(*key) for key in keys]
-        edges = np.array([self.edge(*key) for key in keys])
+        edges = np.array([self.edge(key) for key in keys])
         size = np.asarray(micro_batch, float)
         work = np.array([row.work for row in rows]).reshape(len(keys), len(COLUMNS))[where]
         num_traits = len(self.settings.effects)
@@ -133,11 +136,6 @@ class Configurations:
             room=(edges[where] - size) * self.sample_part,
             traits=self.settings.with_trial(traits, size, is_alone),
         )
-
-    def alone(self, points: Points) -> Points:
-        """Return configurations as if nothing ran at the same time."""
-        traits = self.settings.with_trial(points.traits, points.micro_batch, True)
-        return replace(points, traits=traits)
 
     def log_work(self, points: Points) -> Array:
         """Return the logarithm of a rate plus that of its time, (n,); 0 for times."""
@@ -192,7 +190,7 @@ class Predictions:
             if outcome is None:
                 running.append((point, each))
                 continue
-            octaves = math.log2(each.batch.micro_batch / max(0.5, known.edge(*key)))
+            octaves = math.log2(each.batch.micro_batch / max(0.5, known.edge(key)))
             ended.append(Ended(point.branch, known.settings.row(*key).values, octaves, outcome))
             if each.is_exact:
                 history.add(point.micro_batch, ended[-1])
@@ -209,6 +207,7 @@ class Predictions:
         sign = 1 if problem.objective.smaller_is_better else -1
         log_s = known.log_work(found) + sign * np.log([each.value for each in fitted])
         errors = np.array([each.metrics.standard_error for each in fitted], float)
+        alone = known.settings.with_trial(found.traits, found.micro_batch, True)
         units = np.log([each.metrics.latency / 1000 for each in fitted]) - log_s
         return cls(
             known,
@@ -222,7 +221,7 @@ class Predictions:
             histories,
             len(measured),
             [each.point for each in fitted],
-            known.alone(found),
+            replace(found, traits=alone),
             _locate(known, running),
             lacking,
             float(np.median(units)) if fitted else None,
@@ -259,7 +258,7 @@ class Predictions:
         if own.any():
             rates[~own] = -np.inf
         best = self.measured[int(np.argmax(rates))]
-        return self.configurations.problem.space.branches[best.branch].settings(best.index)
+        return self.configurations.settings_of((best.branch, best.index))
 
     @property
     def best_sizes(self) -> list[float]:
@@ -276,7 +275,7 @@ class Predictions:
     def find_open(self, key: Key, sizes: Array) -> Array:
         """Return which micro batches may be tried with some settings, (n,)."""
         known, history = self.configurations, self.histories.get(key)
-        most = math.inf if known.memory is None else known.edge(*key)
+        most = math.inf if known.memory is None else known.edge(key)
         is_open: Array = sizes <= most
         if history is not None:
             is_open &= [history.admits(size) for size in sizes.tolist()]
