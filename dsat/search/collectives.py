@@ -131,26 +131,18 @@ def of_step(
     if stage >= 2:
         found.append(group(BACKWARD, False, kind, bytes=gradient_bytes, count=count))
     if stage in (1, 2):
-        gathered = Collectives(STEP, True, ALL_GATHER, ranks, 1, False, gradient_bytes, 1)
-        found.append(gathered)
+        gathered = group(STEP, True, ALL_GATHER, bytes=gradient_bytes, count=1)
+        found.append(replace(gathered, overlapped=False))
     if stage == 3:
         kept = _kept_live(settings, params)
         prefetched = max(1.0, float(settings.get("stage3_prefetch_bucket_size") or 5e7))
         gathers = 1 if kept == 1 else round(_GATHERS + params / prefetched)
         param_bytes = itemsize * params
-        again = Collectives(
-            BACKWARD,
-            True,
-            ALL_GATHER,
-            ranks if hpz < 2 else hpz,
-            1,
-            overlapped,
-            (1 - kept) * param_bytes,
-            gathers if kept < 1 else 0,
-        )
+        again_bytes, again_count = (1 - kept) * param_bytes, gathers if kept < 1 else 0
         for last in (True, False):
             found.append(group(FORWARD, last, ALL_GATHER, bytes=param_bytes, count=gathers))
-            found.append(replace(again, last=last))
+            again = group(BACKWARD, last, ALL_GATHER, bytes=again_bytes, count=again_count)
+            found.append(replace(again, ranks=hpz) if hpz > 1 else again)
     return found
 
 
@@ -186,11 +178,9 @@ def columns(
         collectives: of the last micro step, and of each one before it.
         unit_s: unit of latencies (`Hardware.latency_s`).
     """
-    of_micro_step: dict[bool, defaultdict[str, float]] = {
-        is_last: defaultdict(float) for is_last in (True, False)
-    }
+    each, last = defaultdict[str, float](float), defaultdict[str, float](float)
     for group in collectives:
-        found = of_micro_step[group.last]
+        found = last if group.last else each
         moved, hops = network.seconds(group)
         if group.phase == STEP:
             found["boundary"] += moved
@@ -203,7 +193,6 @@ def columns(
         else:
             found["reduced"] += moved + hops
             found["reductions"] += group.count
-    each, last = of_micro_step[False], of_micro_step[True]
     return {
         "reduced": each["reduced"],
         "reduced_last": last["reduced"] if last["reduced"] > each["reduced"] else 0.0,

@@ -27,13 +27,6 @@ _NEAR, _CONFIRMED = -0.4, 0.3
 _SURPRISED = 2.0
 _LEAST = 1e-9  # smallest probability
 _HANG_WEIGHT = 4.0  # failures of another kind, since it takes a trial's whole time limit
-_UNSOUND = {
-    OutcomeKind.ERROR,
-    OutcomeKind.INVALID,
-    OutcomeKind.TIMEOUT,
-    OutcomeKind.DIVERGED,
-    OutcomeKind.CANCELED,
-}
 
 
 class Ended(NamedTuple):
@@ -52,13 +45,14 @@ class Ended(NamedTuple):
     def is_too_large(self) -> bool:
         """Return whether a smaller micro batch may run: memory, time or data were too short."""
         kind = self.outcome.kind
-        too_slow = kind is OutcomeKind.TIMEOUT
-        return kind.is_out_of_memory or too_slow or self.outcome.smaller_may_run
+        ended_early = kind.is_out_of_memory or kind is OutcomeKind.TIMEOUT
+        return ended_early or self.outcome.smaller_may_run
 
     @property
     def is_unsound(self) -> bool:
         """Return whether a value of its settings may be to blame."""
-        return self.outcome.kind in _UNSOUND and not self.outcome.smaller_may_run
+        outcome = self.outcome
+        return not (outcome.ok or outcome.kind.is_out_of_memory or outcome.smaller_may_run)
 
 
 class Feasibility:

@@ -66,11 +66,7 @@ def _fetches(s: Situation) -> bool:
 
 
 def _compiles(s: Situation) -> bool:
-    return s.on_device and not s.optimizer_offloaded and not s.parameters_offloaded
-
-
-def _on_device(s: Situation) -> bool:
-    return s.on_device
+    return s.on_device and not s.strategy.offloads
 
 
 @dataclass(frozen=True)
@@ -147,8 +143,7 @@ _COMPILE_REASON = "DeepSpeed's own compiler, by engine.compile()"
 _PIN_REASON = "pinned memory copies faster, but nothing else can use it"
 _OVERLAP_REASON = "hides reductions behind the backward pass, for a second bucket"
 
-BUCKETS = (5 * 10**8, *(n * 10**m for m in range(6, 9) for n in (1, 5) if (n, m) != (5, 8)))
-BUCKETS += (10**9, 5 * 10**9)
+BUCKETS = (5 * 10**8, 10**6, 5 * 10**6, 10**7, 5 * 10**7, 10**8, 10**9, 5 * 10**9)
 
 # Where DeepSpeed 0.19.8 reads a setting, and why it does nothing on one device:
 # runtime/utils.py:1012 (allgather), runtime/zero/stage_1_and_2.py, runtime/zero/stage3.py:780,1673,
@@ -260,7 +255,7 @@ SETTINGS = (
         (3,),
         "fetching by all-reduce spares the host the copies of a gather",
         when=_several_slots,
-        unasked=_on_device,
+        unasked=lambda s: s.on_device,
         is_later=True,
     ),
     Setting(

@@ -207,13 +207,11 @@ def searched_switches(
     Switches of `Freedom.switches` are included only if their values are listed.
     """
     values = {n: s.values for n, s in found.items() if n not in freedom.switches}
+    own = {**{name: its[0] for name, its in values.items()}, **freedom.switches}
     for name, listed in freedom.listed_switches.items():
-        if name in values or name in freedom.switches:
-            others = tuple(value for value in listed if value is not None)
-            own = values[name][0] if name in values else freedom.switches[name]
-            values[name] = _with_first(own, others)
-        else:
-            values[name] = listed
+        if name in own:
+            listed = _with_first(own[name], [value for value in listed if value is not None])
+        values[name] = listed
     return {name: its for name, its in values.items() if _is_switch_searched(name, its, freedom)}
 
 
@@ -267,7 +265,7 @@ def _matters(name: str, situation: Situation, freedom: Freedom) -> bool:
     known = SWITCHES.get(name)
     if known is None or (name in freedom.tune and not known.offloading):
         return True
-    offloads = situation.optimizer_offloaded or situation.parameters_offloaded
+    offloads = situation.strategy.offloads
     return (situation.on_device or not known.on_device) and (offloads or not known.offloading)
 
 
