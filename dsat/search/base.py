@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -128,12 +128,7 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """Predictions that a search may use beside the observations.
-
-    Attributes:
-        memory: predicts memory; None if nothing is predicted.
-        costs: predicts durations; None if nothing is known of them.
-    """
+    """Predictions that a search may use beside the observations; None if nothing is known."""
 
     memory: Memory | None = None
     costs: Costs | None = None
@@ -144,7 +139,6 @@ class Problem:
     """Definition of a search: model, metric, space and seed.
 
     Attributes:
-        seed: seed of every random choice.
         ramp: raise micro batches step by step, as long as more samples are faster.
     """
 
@@ -207,18 +201,27 @@ def stop_without_new_best(
     """
     if patience is None:
         return None
+    trials = (each for each in observations if each.source is not Source.FINAL)
+    best, since = count_since_best(trials, objective)
+    if best is None or since < patience:
+        return None
+    return Stop(f"no better configuration in the last {since} trials")
+
+
+def count_since_best(
+    observations: Iterable[Observation], objective: Objective
+) -> tuple[float | None, int]:
+    """Return the best value, None if there is none, and the number of finished trials since."""
     best, since = None, 0
     for each in observations:
-        if each.outcome is None or each.source is Source.FINAL:
+        if each.outcome is None:
             continue
         value = each.outcome.value(objective)
         if value is not None and each.is_admitted and objective.is_better(value, best):
             best, since = value, 0
         else:
             since += 1
-    if best is None or since < patience:
-        return None
-    return Stop(f"no better configuration in the last {since} trials")
+    return best, since
 
 
 def largest_micro_batch(

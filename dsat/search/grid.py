@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from dsat.options import Option, at_least, search_option
@@ -18,6 +17,7 @@ from dsat.search.base import (
     Problem,
     Search,
     Stop,
+    count_since_best,
     early_stopping,
 )
 
@@ -63,7 +63,7 @@ class GridSearch(Search):
     ) -> None:
         super().__init__(problem)
         self._num_micro_batches = num_micro_batches
-        self._early_stopping = early_stopping
+        self._patience = math.inf if early_stopping is None else early_stopping
         self._sizes = _grid(problem.space.micro_batches)
 
     def propose(self, observations: Sequence[Observation], context: Context) -> Decision:
@@ -74,20 +74,20 @@ class GridSearch(Search):
         arms = Arms(self.problem, observations, context, range_factor=factor, sizes=self._sizes)
         progress = self._progress(observations)
         for arm in arms.all:
-            if arm.number is None or arm.is_running:
-                continue
-            known = progress[arm.branch]
-            if self._is_over(known) and known.best is not None:
+            best, since_best = progress[arm.branch]
+            is_over = best is not None and since_best >= self._patience
+            if arm.number is None or arm.is_running or is_over:
                 continue
             position = self._next(arms, arm)
             if position is not None:
                 return arm.propose(position)
         return self._begin(arms, progress)
 
-    def _begin(self, arms: Arms, progress: Sequence[_Progress]) -> Decision:
+    def _begin(self, arms: Arms, progress: Sequence[tuple[float | None, int]]) -> Decision:
         """Begin the next settings of the branch that ran out of memory least often."""
         for number in sorted(range(len(progress)), key=lambda n: arms.branches[n].failures):
-            if self._is_over(progress[number]):
+            _, since_best = progress[number]
+            if since_best >= self._patience:
                 continue
             for index in range(self.problem.space.branches[number].count):
                 if index in arms.branches[number].drawn:
@@ -118,30 +118,13 @@ class GridSearch(Search):
             return 0
         return max(0, bisect.bisect_right(self._sizes, max(1, int(largest))) - 1)
 
-    def _progress(self, observations: Sequence[Observation]) -> list[_Progress]:
+    def _progress(self, observations: Sequence[Observation]) -> list[tuple[float | None, int]]:
         """Return the best value of each branch, and the number of trials since."""
-        found = [_Progress() for _ in self.problem.space.branches]
+        proposed: list[list[Observation]] = [[] for _ in self.problem.space.branches]
         for each in observations:
-            if each.point is None or each.arm is None or each.outcome is None:
-                continue
-            progress = found[each.point.branch]
-            value = each.outcome.value(self.problem.objective)
-            if value is not None and self.problem.objective.is_better(value, progress.best):
-                progress.best, progress.since_best = value, 0
-            else:
-                progress.since_best += 1
-        return found
-
-    def _is_over(self, progress: _Progress) -> bool:
-        return self._early_stopping is not None and progress.since_best >= self._early_stopping
-
-
-@dataclass
-class _Progress:
-    """The best value of a branch, and the number of trials since that one."""
-
-    best: float | None = None
-    since_best: int = 0
+            if each.point is not None and each.arm is not None:
+                proposed[each.point.branch].append(each)
+        return [count_since_best(trials, self.problem.objective) for trials in proposed]
 
 
 def _grid(micro_batches: Sequence[int]) -> Sequence[int]:
