@@ -106,11 +106,7 @@ class Arm:
         self.hi = min(self.hi, bisect.bisect_right(self.sizes, micro_batch) - 1)
 
     def propose(self, position: int, **note: int) -> Proposal:
-        """Propose a micro batch, by its position.
-
-        Args:
-            note: facts for later decisions, recorded with the trial.
-        """
+        """Propose a micro batch, by its position; for `note` see `Proposal`."""
         return Proposal(Point(self.branch, self.index, self.sizes[position]), self.number, note)
 
 

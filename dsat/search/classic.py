@@ -64,11 +64,6 @@ class ASHASearch(ArmSearch):
     has completed a rung. The best 1/divisor of the arms that completed a rung are promoted to the
     next. Whatever can continue in the highest rung goes first; of the arms that wait in one rung,
     the one with the most trials.
-
-    Args:
-        min_trials: trials until the first rung is completed (`r` of the paper).
-        divisor: growth of resources and thinning of arms from rung to rung (`eta`).
-        early_stopping: the smallest rate of early stopping (`s`).
     """
 
     summary = "successive halving: many configurations get a few trials, the best ones more"
@@ -176,10 +171,6 @@ class RandomSearch(ArmSearch):
     shards and runs (stage 3 to stage 1 or 2, say, or offloading), or when it ran out of memory and
     a larger micro batch than it can still reach ran in its branch. A new arm starts above the best
     micro batch of its branch.
-
-    Args:
-        trials_per_config: maximum number of trials of one arm.
-        early_stopping: end the search after this number of trials without a new best.
     """
 
     summary = "random configurations and micro batches, with early stopping"

@@ -2,11 +2,11 @@
 
     log t = log(physical model) + residual + noise
 
-The physical model (`dsat.search.step_time`) has a handful of learned factors. The
-residual is one Gaussian process over strategy, micro batch and settings: the more two
-configurations differ, the more their residuals may. Measurements of one configuration differ by
-their own intervals and by run-to-run variation. The sizes of residuals and noise are those that
-make the measurements most likely, so noise is not mistaken for a gain.
+The physical model (`dsat.search.step_time`) has a handful of learned factors. The residual is one
+Gaussian process over strategy, micro batch and settings: the more two configurations differ, the
+more their residuals may. Measurements of one configuration differ by their own intervals and by
+run-to-run variation. The sizes of residuals and noise are those that make the measurements most
+likely, so noise is not mistaken for a gain.
 
 Every fit is a Gauss-Newton fit to all measurements; it keeps no state.
 
@@ -151,8 +151,7 @@ class Prior:
         return variances
 
     def terms(self, points: Points) -> Terms:
-        parts = points.work, points.micro_batch, points.gas, points.room
-        return Terms(self.hardware, *parts)
+        return Terms(self.hardware, points.work, points.micro_batch, points.gas, points.room)
 
 
 def linearize(terms: Terms, theta: Array) -> tuple[Array, Array]:
@@ -165,10 +164,10 @@ def linearize(terms: Terms, theta: Array) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Measured configurations.
+    """Measured configurations, of which some may be equal.
 
     Attributes:
-        log_s: logarithms of their seconds, up to a constant, (n,).
+        log_s: natural logarithms of their seconds, up to a constant, (n,).
         error: standard errors of `log_s` by their own intervals, (n,).
     """
 
@@ -224,7 +223,6 @@ class Posterior:
     """Seconds of configurations after n measurements.
 
     Attributes:
-        scales: learned scales.
         slopes: derivatives of the logarithms by the physical model, (n, factors).
         root: inverse of the Cholesky factor of the covariance, (n, n).
         weights: solution for the prior's errors, (n,).
@@ -309,13 +307,7 @@ class Posterior:
 
 
 def fit(prior: Prior, points: Points, log_s: Array, error: Array) -> Posterior:
-    """Fit to measurements.
-
-    Args:
-        points: n measured configurations; some may be equal.
-        log_s: natural logarithms of their seconds, up to a constant, (n,).
-        error: standard errors of `log_s` by their own intervals, (n,).
-    """
+    """Fit to measurements; see `Measurements`."""
     measured = Measurements(prior, points, log_s, error)
     theta, scales = prior.mean, Scales()
     if len(measured):
