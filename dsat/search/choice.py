@@ -146,7 +146,7 @@ class Chooser:
             log_s, sd = speed.predict(points)
         else:  # the best so far comes last
             both = Points.join([points, best[0]])
-            log_s, sd = speed.predict(both, np.full(len(both), len(points)))
+            log_s, sd = speed.predict(both, reference=len(points))
         mine = slice(len(points))
         gain = configurations.log_work(points) - log_s[mine] - (0.0 if best is None else best[1])
         cost = np.ones(len(points))
@@ -210,7 +210,7 @@ class Chooser:
             changes = [(branch, index) for index in configurations.settings.changes(branch, best)]
             size = np.full(len(changes), max(known.best_sizes, default=1.0))
             points = configurations.points(changes, np.arange(len(changes)), size)
-            mean, sd = known.speed.predict(points, np.zeros(len(changes), int))
+            mean, sd = known.speed.predict(points, reference=0)
             hopes = np.round(mean - sd, 9)  # ties are broken by position
             order = np.argsort(hopes[1:], kind="stable") + 1
             keys = list(dict.fromkeys([(branch, 0), changes[0], *(changes[at] for at in order)]))

@@ -116,32 +116,15 @@ class Prior:
 
         For small differences it is that of independent effects of all that differs.
         """
-        weights = self._weights(scales)
+        # Where two values differ, so do the traits of both, of which each counts half.
+        weights = (scales.residual * self.effects) ** 2 / 2
         octaves, others = np.log2(one.micro_batch)[:, None], np.log2(other.micro_batch)
         distance = (one.traits @ weights)[:, None] + other.traits @ weights
         distance -= 2 * (one.traits * weights) @ other.traits.T
         distance += (scales.residual * _OCTAVE_SD) ** 2 * np.abs(octaves - others)
-        return self._covariance(distance, octaves * others, scales)
-
-    def covariance_of_pairs(self, one: Points, other: Points, scales: Scales) -> Array:
-        """Return the covariance of the residuals of each of n configurations and another, (n,)."""
-        octaves, others = np.log2(one.micro_batch), np.log2(other.micro_batch)
-        distance = (one.traits != other.traits) @ self._weights(scales)
-        distance += (scales.residual * _OCTAVE_SD) ** 2 * np.abs(octaves - others)
-        return self._covariance(distance, octaves * others, scales)
-
-    def _weights(self, scales: Scales) -> Array:
-        """Return the variance that each trait adds to a difference.
-
-        Where two values differ, so do the traits of both, of which each counts half.
-        """
-        weights: Array = (scales.residual * self.effects) ** 2 / 2
-        return weights
-
-    def _covariance(self, distance: Array, growth: Array, scales: Scales) -> Array:
         variance = self.level_sd**2
         covariance: Array = variance * np.exp(distance / (-2 * variance))
-        covariance += (scales.residual * self.growth_sd) ** 2 * growth
+        covariance += (scales.residual * self.growth_sd) ** 2 * (octaves * others)
         return covariance
 
     def variances(self, points: Points, scales: Scales) -> Array:
@@ -260,12 +243,11 @@ class Posterior:
         mean: Array = self._linearize(points)[0] + residuals.T @ self.weights
         return mean
 
-    def predict(self, points: Points, reference: Array | None = None) -> tuple[Array, Array]:
+    def predict(self, points: Points, reference: int | None = None) -> tuple[Array, Array]:
         """Predict the natural logarithm of the seconds.
 
         Args:
-            reference: for each configuration the position of one among them; the uncertainty is
-                that of the difference to it.
+            reference: position of one of them; the uncertainty is that of the difference to it.
 
         Returns:
             Mean and standard deviation, both (n,).
@@ -277,9 +259,10 @@ class Posterior:
         variance = slopes**2 @ priors + prior.variances(points, self.scales)
         variance -= (known**2).sum(axis=0)
         if reference is not None:
-            shared = (slopes * slopes[reference]) @ priors
-            shared -= (known * known[:, reference]).sum(axis=0)
-            shared += prior.covariance_of_pairs(points, points.only(reference), self.scales)
+            other = points.only(np.array([reference]))
+            shared = prior.covariance(points, other, self.scales)[:, 0]
+            shared += (slopes * slopes[reference]) @ priors
+            shared -= (known * known[:, [reference]]).sum(axis=0)
             variance = variance + variance[reference] - 2 * shared
         mean = mean + residuals.T @ self.weights
         return mean, np.sqrt(np.maximum(variance, 1e-12))

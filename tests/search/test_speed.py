@@ -218,7 +218,7 @@ def test_what_a_switch_does_in_one_place_it_does_elsewhere() -> None:
     known = fit(PRIOR, table, log_s, np.full(3, 0.001))
     asked = points_of(rows[1], values=(1, 0))
     both = Points.join([asked, table.only(np.array([2]))])
-    (mean, _), (sd, of_itself) = known.predict(both, np.array([1, 1]))
+    (mean, _), (sd, of_itself) = known.predict(both, reference=1)
     assert of_itself < 1e-5
     assert mean - log_s[2] == pytest.approx(0.3, abs=0.06)
     assert sd < 0.15
