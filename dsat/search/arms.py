@@ -142,6 +142,8 @@ class Arms:
 
     Attributes:
         begun: the arms that the search began, by number.
+        known: these, other settings that were measured, and those that a draw considered, by branch
+            and index.
         rng: random numbers of this decision.
     """
 
@@ -162,7 +164,7 @@ class Arms:
         self._context = context
         self._range_factor = range_factor
         self._sizes = problem.space.micro_batches if sizes is None else sizes
-        self._arms: dict[tuple[int, int], Arm] = {}
+        self.known: dict[tuple[int, int], Arm] = {}
         outcomes = [each.outcome for each in observations if each.outcome is not None]
         limits = [each.most_samples for each in outcomes if each.most_samples is not None]
         self._most_samples: float = min(limits, default=math.inf)
@@ -213,7 +215,7 @@ class Arms:
         outcome = observation.outcome
         branch, arm = self.branches[point.branch], self.arm(point.branch, point.index)
         if observation.arm is not None:
-            self._number(arm, observation.arm)
+            self.begin(arm, observation.arm)
             arm.latest = position
         arm.observe(observation, self.problem.objective)
         if outcome is None:
@@ -225,15 +227,9 @@ class Arms:
             branch.at_smallest += point.micro_batch == self._sizes[0]
 
     @property
-    def all(self) -> list[Arm]:
-        """All arms with a trial: first those that the search did not draw, then by number."""
-        return sorted(self._arms.values(), key=lambda a: -1 if a.number is None else a.number)
-
-    @property
     def ready(self) -> list[Arm]:
-        """Begun arms without a running trial that have micro batches left, by number."""
-        begun = [arm for arm in self.all if arm.number is not None]
-        return [arm for arm in begun if not arm.is_running and self.is_open(arm)]
+        """Begun arms without a running trial that have micro batches left."""
+        return [arm for arm in self.begun.values() if not arm.is_running and self.is_open(arm)]
 
     def is_open(self, arm: Arm) -> bool:
         """Return whether an arm has a micro batch left to try."""
@@ -314,17 +310,21 @@ class Arms:
                 return arm
         return None
 
-    def begin(self, arm: Arm) -> None:
-        self._number(arm, max(self.begun, default=-1) + 1)
+    def begin(self, arm: Arm, number: int | None = None) -> None:
+        """Begin an arm; `number` is that of an earlier decision."""
+        if arm.number is None:
+            arm.number = max(self.begun, default=-1) + 1 if number is None else number
+            self.begun[arm.number] = arm
+            self.branches[arm.branch].drawn.add(arm.index)
 
     def arm(self, branch: int, index: int) -> Arm:
         """Return the arm of some settings; make it at its first use."""
-        arm = self._arms.get((branch, index))
+        arm = self.known.get((branch, index))
         if arm is None:
             settings = self.problem.space.branches[branch].settings(index)
             arm = Arm(branch, index, settings, self._sizes, self._highest(settings))
             arm.limit(min(self._most_samples, self._timed_out[branch] - 1))
-            self._arms[branch, index] = arm
+            self.known[branch, index] = arm
         return arm
 
     def largest(self, settings: Mapping[str, Any]) -> float:
@@ -341,12 +341,6 @@ class Arms:
     def _position(self, size: float) -> int:
         """Return the position of the largest allowed micro batch up to a size; -1 if none."""
         return bisect.bisect_right(self._sizes, size) - 1
-
-    def _number(self, arm: Arm, number: int) -> None:
-        if arm.number is None:
-            arm.number = number
-            self.begun[number] = arm
-            self.branches[arm.branch].drawn.add(arm.index)
 
     def finish(self) -> Wait | Stop:
         """Return `Wait` or `Stop` if there is no arm to continue or to begin."""

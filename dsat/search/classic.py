@@ -216,7 +216,8 @@ class RandomSearch(ArmSearch):
         is worth a trial with any settings.
         """
         loss = self.problem.objective.loss
-        own = [each for each in arms.all if each.branch == arm.branch and each.best is not None]
+        known = arms.known.values()
+        own = [each for each in known if each.branch == arm.branch and each.best is not None]
         if own and not arm.ours:
             best = min(own, key=lambda each: loss(each.best or 0.0)).best_size
             above = min(bisect.bisect_right(arm.sizes, best), arm.hi)

@@ -73,10 +73,9 @@ class GridSearch(Search):
         factor = math.inf if context.memory is None else 1.0
         arms = Arms(self.problem, observations, context, range_factor=factor, sizes=self._sizes)
         progress = self._progress(observations)
-        for arm in arms.all:
+        for _, arm in sorted(arms.begun.items()):
             best, since_best = progress[arm.branch]
-            is_over = best is not None and since_best >= self._patience
-            if arm.number is None or arm.is_running or is_over:
+            if arm.is_running or (best is not None and since_best >= self._patience):
                 continue
             position = self._next(arms, arm)
             if position is not None:
