@@ -117,7 +117,8 @@ class Settings:
     def _make_row(self, branch: Branch, index: int) -> Row:
         strategy, settings = branch.strategy, branch.settings(index)
         values = tuple((key, _text(value)) for key, value in settings.items())
-        having = {**self._first, **dict(values), _STRATEGY: strategy.name}
+        searched = {key: _text(value) for key, value in branch.values_in(settings).items()}
+        having = {**self._first, **dict(values), **searched, _STRATEGY: strategy.name}
         traits = np.zeros(len(self.effects))
         for trait in having.items():
             if trait in self._traits:
@@ -140,10 +141,9 @@ class Settings:
             best: settings of the best so far, of this branch or of another.
         """
         whole = self._space.branches[branch]
-        at_best, others = 0, []
+        at_best, others, own = 0, [], whole.values_in(best)
         for (key, values), stride in zip(whole.searched, whole.strides, strict=True):
-            own = best.get(key)
-            digit = values.index(own) if own in values else 0
+            digit = values.index(own[key]) if own[key] in values else 0
             at_best += stride * digit
             others += [stride * (other - digit) for other in range(len(values)) if other != digit]
         return [at_best, *(at_best + change for change in others)]

@@ -61,6 +61,11 @@ class Branch:
                 return [self.settings(stride * digit) for digit in range(len(values))]
         return [self.settings(0)]
 
+    def values_in(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the value of each searched name in flat settings; None where they have none."""
+        both = {size: settings.get(size) for size in PARALLELISM}
+        return {key: both if key == _BOTH_SIZES else settings.get(key) for key, _ in self.searched}
+
     def settings(self, index: int) -> dict[str, Any]:
         """Return the settings number `index`; number 0 has the first value of every setting."""
         chosen = {"stage": self.strategy.stage, **self.base}
