@@ -16,7 +16,7 @@ from typing import Any
 from dsat.cli.parser import PREDICTS, options_of_command
 from dsat.in_trial.adapters.calls import Adapter
 from dsat.in_trial.adapters.table import ENGINE, MODELS, TABLE
-from dsat.in_trial.adapters.trial import ALWAYS, IN_TRIALS
+from dsat.in_trial.adapters.trial import ALWAYS, IN_LOCAL_TRIALS, IN_TRIALS
 from dsat.options import Group, Option
 from dsat.search import SEARCHES
 from dsat.show.settings import READ_ONLY
@@ -100,7 +100,8 @@ def _description(adapter: Adapter) -> str:
 def _phases(adapter: Adapter) -> str:
     if adapter.phases == ALWAYS:
         return "trials, full-length runs"
-    return "trials" if adapter.phases == IN_TRIALS else ", ".join(p.name for p in adapter.phases)
+    assert adapter.phases in (IN_TRIALS, IN_LOCAL_TRIALS)
+    return "trials"
 
 
 def python_examples() -> list[str]:

@@ -40,8 +40,8 @@ def install(spec: MeterSpec, on_complete: Callable[[Outcome], None]) -> Meter:
     from deepspeed.accelerator import get_accelerator
 
     adapters.install()
-    if TRIAL.phase is Phase.INERT:  # on a cluster
-        TRIAL.phase = Phase.PREPARING
+    if TRIAL.phase is Phase.INERT:
+        TRIAL.phase = Phase.ON_CLUSTER
     meter = Meter(spec, on_complete)
     TRIAL.meter = meter
 

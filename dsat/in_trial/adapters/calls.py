@@ -66,6 +66,15 @@ def entrance(adapter: Adapter, owner: Any = None) -> Callable[..., Any]:
     return enter
 
 
+def call_with(
+    original: Original, name: str, position: int, value: Any, args: Any, kwargs: Any
+) -> Any:
+    """Call the adapted function with another value of one argument."""
+    if name in kwargs:
+        return original(*args, **{**kwargs, name: value})
+    return original(*args[:position], value, *args[position + 1 :], **kwargs)
+
+
 def caller() -> FrameType:
     """Return the frame that called the adapted function; for use inside its wrapper."""
     frame = sys._getframe(1)

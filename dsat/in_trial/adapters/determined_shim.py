@@ -106,9 +106,10 @@ _CONFIG_DEFAULTS: dict[str, Any] = {
 
 def init(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
     """Return a context whose reports, checkpoints and operations stay in the trial's folder."""
-    if trial.task is None or trial.folder is None:
+    if trial.task is None:
         return original(*args, **kwargs)
     _check_version()
+    assert trial.folder is not None
     return _init(trial.task, trial.folder, *args, **kwargs)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.in_trial import failures
+from dsat.in_trial.adapters import calls
 from dsat.in_trial.adapters.calls import Original
 from dsat.in_trial.adapters.trial import Phase, RunningTrial
 from dsat.in_trial.adapters.user_files import UserFiles, absolute
@@ -87,7 +88,7 @@ def create(name: str, position: int) -> Callable[..., Any]:
 def open_file(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
     """Open a copy in the trial's folder in place of an older file that would be changed."""
     path, mode = _argument("file", 0, args, kwargs), _argument("mode", 1, args, kwargs) or "r"
-    if trial.files is None or isinstance(path, int) or not isinstance(mode, str):
+    if isinstance(path, int) or not isinstance(mode, str):
         return original(*args, **kwargs)
     found = trial.files.instead_of(path, mode)
     if found is path:
@@ -102,10 +103,10 @@ def open_file(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs
 def read(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
     """Read the script's copy of an older file, if it wrote one."""
     given = _argument("filename", 0, args, kwargs)
-    if trial.files is None or not isinstance(given, (str, os.PathLike)):
+    if not isinstance(given, (str, os.PathLike)):
         return original(*args, **kwargs)
     found = str(trial.files.instead_of(given, "r"))
-    return _call_with(original, "filename", 0, found, args, kwargs)
+    return calls.call_with(original, "filename", 0, found, args, kwargs)
 
 
 def save(name: str, position: int) -> Callable[..., Any]:
@@ -118,7 +119,7 @@ def save(name: str, position: int) -> Callable[..., Any]:
         """Write nothing but temporary files once the engine is made."""
         given = _argument(name, position, args, kwargs)
         path = absolute(given) if isinstance(given, (str, os.PathLike)) else None
-        if trial.files is None or path is None:
+        if path is None:
             return original(*args, **kwargs)
         if trial.phase is Phase.MEASURING or trial.is_simulated:
             if trial.files.is_scratch(path.resolve()):
@@ -130,23 +131,14 @@ def save(name: str, position: int) -> Callable[..., Any]:
         if found is given:
             return original(*args, **kwargs)
         trial.say(INSTEAD)
-        return _call_with(original, name, position, str(found), args, kwargs)
+        return calls.call_with(original, name, position, str(found), args, kwargs)
 
     return save_model
 
 
-def _call_with(
-    original: Original, name: str, position: int, value: Any, args: Any, kwargs: Any
-) -> Any:
-    if name in kwargs:
-        return original(*args, **{**kwargs, name: value})
-    return original(*args[:position], value, *args[position + 1 :], **kwargs)
-
-
 def skip(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
     """Do nothing once the engine is made."""
-    prepares = trial.phase is Phase.PREPARING and not trial.is_simulated
-    if trial.files is None or prepares:
+    if trial.phase is Phase.PREPARING and not trial.is_simulated:
         return original(*args, **kwargs)
     trial.say(NOT_SAVED.format(original.name))
     return True
@@ -154,8 +146,6 @@ def skip(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any
 
 def load_checkpoint(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
     """Load only the script's own client state from a checkpoint, no weights."""
-    if trial.files is None:
-        return original(*args, **kwargs)
     trial.say(NOT_SAVED.format(original.name))
     tag = _argument("tag", 1, args, kwargs)
     return client_state(Path(_argument("load_dir", 0, args, kwargs)), tag)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from dsat.command import accelerate_env, ds_config
 from dsat.command.switches import OTHER_BATCH, OTHER_CONFIG, OTHER_PARALLELISM
 from dsat.in_trial import config_injection
+from dsat.in_trial.adapters import calls
 from dsat.in_trial.adapters.calls import Original
 from dsat.in_trial.adapters.trial import RunningTrial
 from dsat.in_trial.agreement import rank_and_size
@@ -174,9 +175,7 @@ def train(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: An
     """Ignore checkpoints, which would end a trial before its first step."""
     if trial.trainer is None or trial.trainer.max_steps is None:
         return original(*args, **kwargs)
-    if args:
-        return original(None, *args[1:], **kwargs)
-    return original(**{**kwargs, "resume_from_checkpoint": None})
+    return calls.call_with(original, "resume_from_checkpoint", 0, None, args, kwargs)
 
 
 def control(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> None:

@@ -13,7 +13,7 @@ from dsat.in_trial.adapters import (
 )
 from dsat.in_trial.adapters import hf_trainer as hf
 from dsat.in_trial.adapters.calls import Adapter, Wrapper
-from dsat.in_trial.adapters.trial import IN_TRIALS
+from dsat.in_trial.adapters.trial import IN_LOCAL_TRIALS, IN_TRIALS
 
 
 def _in_trials(module: str, attribute: str, wrapper: Wrapper, versions: str = "") -> Adapter:
@@ -21,21 +21,24 @@ def _in_trials(module: str, attribute: str, wrapper: Wrapper, versions: str = ""
     return Adapter(module, attribute, wrapper, versions, IN_TRIALS)
 
 
-_TRAINER_MODULES = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
+def _locally(module: str, attribute: str, wrapper: Wrapper, versions: str = "") -> Adapter:
+    """Return a row that is inactive in a full-length run and on a cluster."""
+    return Adapter(module, attribute, wrapper, versions, IN_LOCAL_TRIALS)
+
 
 _PYTHON = (
     Adapter("argparse", "_ActionsContainer.add_argument", launchers.add_argument),
-    _in_trials("multiprocessing.process", "BaseProcess.run", launchers.run_process),
-    _in_trials("sys", "exit", launchers.exit_process),
+    _locally("multiprocessing.process", "BaseProcess.run", launchers.run_process),
+    _locally("sys", "exit", launchers.exit_process),
     Adapter("sys", "excepthook", launchers.report_uncaught),
 )
 
-_RUNNERS = ("PDSHRunner", "OpenMPIRunner", "MPICHRunner", "IMPIRunner", "SlurmRunner")
+_RUNNERS = "PDSHRunner OpenMPIRunner MPICHRunner IMPIRunner SlurmRunner MVAPICHRunner".split()
 _LAUNCHERS = (
-    _in_trials("torch.distributed.launcher.api", "launch_agent", launchers.refuse_nodes),
+    _locally("torch.distributed.launcher.api", "launch_agent", launchers.refuse_nodes),
     *(
-        _in_trials("deepspeed.launcher.multinode_runner", f"{name}.get_cmd", launchers.refuse_nodes)
-        for name in (*_RUNNERS, "MVAPICHRunner")
+        _locally("deepspeed.launcher.multinode_runner", f"{name}.get_cmd", launchers.refuse_nodes)
+        for name in _RUNNERS
     ),
     *(
         Adapter(
@@ -70,9 +73,7 @@ _DEEPSPEED = (
         "CUDA_Accelerator.available_memory",
         engine.available,
     ),
-    _in_trials(
-        "deepspeed.runtime.engine", "DeepSpeedEngine.load_checkpoint", files.load_checkpoint
-    ),
+    _locally("deepspeed.runtime.engine", "DeepSpeedEngine.load_checkpoint", files.load_checkpoint),
 )
 
 # Methods of one object, the engine that trains: subclasses have their own.
@@ -85,18 +86,18 @@ ENGINE = (
 )
 
 # Wrapped only where `--slot-memory` limits ranks that import the script's modules themselves.
-MODELS = _in_trials("torch.nn.modules.module", "Module.__init__", torch_calls.build_model)
+MODELS = _locally("torch.nn.modules.module", "Module.__init__", torch_calls.build_model)
 
 _FILES = (
-    *(_in_trials("os", name, files.remove) for name in ("remove", "unlink", "rmdir")),
-    _in_trials("shutil", "rmtree", files.remove),
-    *(_in_trials("os", name, files.move) for name in ("rename", "replace")),
-    *(_in_trials("os", name, files.change) for name in ("truncate", "chmod", "chown", "utime")),
-    _in_trials("os", "mkdir", files.create("path", 0)),
-    _in_trials("os", "symlink", files.create("dst", 1)),
-    _in_trials("builtins", "open", files.open_file),
-    _in_trials("io", "open", files.open_file),
-    _in_trials("safetensors", "safe_open", files.read),
+    *(_locally("os", name, files.remove) for name in ("remove", "unlink", "rmdir")),
+    _locally("shutil", "rmtree", files.remove),
+    *(_locally("os", name, files.move) for name in ("rename", "replace")),
+    *(_locally("os", name, files.change) for name in ("truncate", "chmod", "chown", "utime")),
+    _locally("os", "mkdir", files.create("path", 0)),
+    _locally("os", "symlink", files.create("dst", 1)),
+    _locally("builtins", "open", files.open_file),
+    _locally("io", "open", files.open_file),
+    _locally("safetensors", "safe_open", files.read),
 )
 
 _TRAINERS = (
@@ -127,33 +128,30 @@ _DETERMINED = (
 )
 
 # Functions and methods that write checkpoints or resume; an engine says whether it has saved.
-_CHECKPOINTS = tuple(
-    _in_trials(module, name, files.skip, versions)
-    for module, versions, names in (
-        ("deepspeed.runtime.engine", "", ("DeepSpeedEngine.save_checkpoint",)),
-        ("deepspeed.runtime.engine", "", ("DeepSpeedEngine.save_16bit_model",)),
-        ("deepspeed.runtime.engine", "", ("DeepSpeedEngine.save_fp16_model",)),
-        ("accelerate.accelerator", "", ("Accelerator.save_state", "Accelerator.save_model")),
-        ("accelerate.accelerator", "", ("Accelerator.load_state",)),
-        ("transformers.trainer", "", ("Trainer.save_model", "Trainer.save_state")),
-        *((module, "", ("Trainer.save_checkpoint",)) for module in _TRAINER_MODULES),
-        ("torch.distributed.checkpoint.state_dict_saver", "", ("save", "async_save")),
-        ("torch.distributed.checkpoint.state_dict_saver", "", ("save_state_dict",)),
-    )
-    for name in names
+_CHECKPOINTS = (
+    _locally("deepspeed.runtime.engine", "DeepSpeedEngine.save_checkpoint", files.skip),
+    _locally("deepspeed.runtime.engine", "DeepSpeedEngine.save_16bit_model", files.skip),
+    _locally("deepspeed.runtime.engine", "DeepSpeedEngine.save_fp16_model", files.skip),
+    _locally("accelerate.accelerator", "Accelerator.save_state", files.skip),
+    _locally("accelerate.accelerator", "Accelerator.save_model", files.skip),
+    _locally("accelerate.accelerator", "Accelerator.load_state", files.skip),
+    _locally("transformers.trainer", "Trainer.save_model", files.skip),
+    _locally("transformers.trainer", "Trainer.save_state", files.skip),
+    _locally("lightning.pytorch.trainer.trainer", "Trainer.save_checkpoint", files.skip),
+    _locally("pytorch_lightning.trainer.trainer", "Trainer.save_checkpoint", files.skip),
+    _locally("torch.distributed.checkpoint.state_dict_saver", "save", files.skip),
+    _locally("torch.distributed.checkpoint.state_dict_saver", "async_save", files.skip),
+    _locally("torch.distributed.checkpoint.state_dict_saver", "save_state_dict", files.skip),
 )
 
-_TO_FILE = tuple(
-    _in_trials(module, name, files.save(argument, 1))
-    for module, name, argument in (
-        ("torch.serialization", "save", "f"),
-        ("torch.jit._serialization", "save", "f"),
-        ("safetensors.torch", "save_file", "filename"),
-        ("safetensors.numpy", "save_file", "filename"),
-    )
+_TO_FILE = (
+    _locally("torch.serialization", "save", files.save("f", 1)),
+    _locally("torch.jit._serialization", "save", files.save("f", 1)),
+    _locally("safetensors.torch", "save_file", files.save("filename", 1)),
+    _locally("safetensors.numpy", "save_file", files.save("filename", 1)),
 )
 _TO_FOLDER = tuple(
-    _in_trials(module, f"{name}.save_pretrained", files.save("save_directory", 0), versions)
+    _locally(module, f"{name}.save_pretrained", files.save("save_directory", 0), versions)
     for module, name, versions in (
         ("transformers.modeling_utils", "PreTrainedModel", ""),
         ("transformers.configuration_utils", "PretrainedConfig", "<5"),
@@ -168,20 +166,17 @@ _TO_FOLDER = tuple(
         ("diffusers.pipelines.pipeline_utils", "DiffusionPipeline", ""),
     )
 )
-_TRACKERS = tuple(
-    _in_trials(module, name, wrapper)
-    for module, name, wrapper in (
-        (
-            "torch.utils.tensorboard.writer",
-            "SummaryWriter.__init__",
-            trackers.log_in_trial("log_dir"),
-        ),
-        ("tensorboardX.writer", "SummaryWriter.__init__", trackers.log_in_trial("logdir")),
-        ("mlflow.tracking.client", "MlflowClient.__init__", trackers.connect_client),
-        ("mlflow", "set_tracking_uri", trackers.set_address),
-        ("wandb", "init", trackers.start_run),
-        ("hydra._internal.hydra", "Hydra.run", trackers.run_hydra),
-    )
+_TRACKERS = (
+    _locally(
+        "torch.utils.tensorboard.writer",
+        "SummaryWriter.__init__",
+        trackers.log_in_trial("log_dir"),
+    ),
+    _locally("tensorboardX.writer", "SummaryWriter.__init__", trackers.log_in_trial("logdir")),
+    _locally("mlflow.tracking.client", "MlflowClient.__init__", trackers.connect_client),
+    _locally("mlflow", "set_tracking_uri", trackers.set_address),
+    _locally("wandb", "init", trackers.start_run),
+    _locally("hydra._internal.hydra", "Hydra.run", trackers.run_hydra),
 )
 
 TABLE: tuple[Adapter, ...] = (

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.in_trial import config_injection
+from dsat.in_trial.adapters import calls
 from dsat.in_trial.adapters.calls import Original
 from dsat.in_trial.adapters.trial import RunningTrial
 
@@ -63,37 +64,31 @@ def log_in_trial(name: str) -> Callable[..., Any]:
         trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any
     ) -> Any:
         """Write to the trial's folder."""
-        if trial.folder is None:
-            return original(*args, **kwargs)
-        others = {key: value for key, value in kwargs.items() if key != name}
-        return original(str(trial.folder / "tensorboard"), *args[1:], **others)
+        assert trial.folder is not None
+        folder = str(trial.folder / "tensorboard")
+        return calls.call_with(original, name, 0, folder, args, kwargs)
 
     return write_to_trial
 
 
 def connect_client(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
     """Write to the trial's folder."""
-    if trial.folder is None:
-        return original(*args, **kwargs)
-    others = {key: value for key, value in kwargs.items() if key != "tracking_uri"}
-    return original(_mlflow_folder(trial.folder), *args[1:], **others)
+    assert trial.folder is not None
+    folder = _mlflow_folder(trial.folder)
+    return calls.call_with(original, "tracking_uri", 0, folder, args, kwargs)
 
 
 def set_address(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
     """Do nothing: runs are written to the trial's folder."""
-    return original(*args, **kwargs) if trial.folder is None else None
 
 
 def start_run(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
     """Track nothing."""
-    if trial.folder is None:
-        return original(*args, **kwargs)
     return original(*args, **{**kwargs, "mode": "disabled"})
 
 
 def run_hydra(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
     """Make the output folder in the trial's."""
-    if trial.folder is None:
-        return original(*args, **kwargs)
+    assert trial.folder is not None
     overrides = [*kwargs["overrides"], f"hydra.run.dir={trial.folder / 'hydra'}"]
     return original(*args, **{**kwargs, "overrides": overrides})

@@ -19,10 +19,12 @@ class Phase(enum.Enum):
     INERT = "no trial runs in the process"
     PREPARING = "a trial's script prepares its training"
     MEASURING = "a trial's script has called `deepspeed.initialize`"
+    ON_CLUSTER = "a trial in a container of a Determined cluster"
     TRAINING = "the training in full length (`--run-full-experiment`)"
 
 
-IN_TRIALS = (Phase.PREPARING, Phase.MEASURING)
+IN_LOCAL_TRIALS = (Phase.PREPARING, Phase.MEASURING)
+IN_TRIALS = (*IN_LOCAL_TRIALS, Phase.ON_CLUSTER)
 ALWAYS = (*IN_TRIALS, Phase.TRAINING)
 _printed: set[str] = set()
 
@@ -51,7 +53,7 @@ class RunningTrial:
     Attributes:
         phase: decides which adapters act.
         folder: folder of the trial; None on a cluster.
-        files: `UserFiles` that the trial protects; None in a full-length run.
+        files: `UserFiles` that a local trial protects; else None.
         is_simulated: whether tensors may be fake, so none is written.
         config: the trial's DeepSpeed configuration; None keeps the script's own.
         rank: the `Rank` that this process is or may become.
