@@ -25,7 +25,7 @@ from dsat.command.ds_config import (
     OVERWRITE_KEY,
 )
 from dsat.errors import InvalidTrial
-from dsat.in_trial import config_injection, failures, runner_watch
+from dsat.in_trial import failures, runner_watch
 from dsat.in_trial.adapters import install as adapters
 from dsat.in_trial.adapters.hf_trainer import TrainerSettings
 from dsat.in_trial.adapters.trial import TRIAL, Phase
@@ -105,7 +105,8 @@ def _use_switches(hparams: Mapping[str, Any]) -> None:
     os.environ.update(variables)
     on_cpu = get_accelerator().device_name() == "cpu"
     scripts = ScriptSwitches(wanted, hparams.get(OVERWRITE_KEY) or {}, on_cpu=on_cpu)
-    config_injection.register_for_initialize(scripts.before_engine, scripts.after_engine)
+    TRIAL.calls.before_engine.append(scripts.before_engine)
+    TRIAL.calls.after_engine.append(scripts.after_engine)
     TRIAL.trainer = TrainerSettings(None, None, scripts)
 
 

@@ -9,7 +9,7 @@ wrapper knows the signatures of deepspeed 0.14 to 0.19.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,17 +38,6 @@ class Passed:
     content: dict[str, Any]
 
 
-def register_for_initialize(
-    before: Callable[[dict[str, Any]], None], after: Callable[[Any], None] = lambda engine: None
-) -> None:
-    """Register functions that each call of `deepspeed.initialize` runs, in order.
-
-    `before` takes and may change the arguments by name; `after` takes the engine.
-    """
-    TRIAL.calls.before_engine.append(before)
-    TRIAL.calls.after_engine.append(after)
-
-
 def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path) -> None:
     """Make engines that train use a trial's configuration, which the file holds.
 
@@ -72,7 +61,7 @@ def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path)
             own = {k: v for k, v in passed.content.items() if k not in ds_config.BATCH_KEYS}
             replace(arguments, passed, {**own, **_batch(config)}, path)
 
-    register_for_initialize(inject)
+    TRIAL.calls.before_engine.append(inject)
 
 
 def replace(

@@ -5,10 +5,9 @@ As long as a loader feeds from what its workers made in advance, a script looks 
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 # What is known of a loader: the batch size, and the most samples of an epoch on this rank.
@@ -19,16 +18,12 @@ _begun: Counter[Kind] = Counter()  # epochs
 _read: Counter[Kind] = Counter()  # batches, since the training's engine was made
 
 
-def note(loader: Any) -> None:
-    """Record how many batches an iterated loader prepares in advance."""
-    global _in_store
-    _in_store = max(_in_store, loader.num_workers * (loader.prefetch_factor or 0))
-
-
 def begin_epoch(loader: Any, iterator: Any) -> None:
-    """Count an epoch of a loader, by its iterator."""
+    """Count an epoch of a loader, by its iterator, and the batches that it prepares in advance."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+    global _in_store
+    _in_store = max(_in_store, loader.num_workers * (loader.prefetch_factor or 0))
     if "dsat_kind" not in loader.__dict__:  # to ask a script's own sampler may cost much
         loader.dsat_kind = _kind_of(loader.batch_sampler)
     if loader.dsat_kind is not None:
@@ -37,21 +32,17 @@ def begin_epoch(loader: Any, iterator: Any) -> None:
         iterator.dsat_kind = loader.dsat_kind  # type: ignore[attr-defined]
 
 
-@contextlib.contextmanager
-def waiting() -> Iterator[None]:
-    """Add the time inside to the wait for batches."""
+def wait_for_batch(iterator: Any, get: Callable[[], Any]) -> Any:
+    """Return the next batch of an iterator; count it, and the time that it takes."""
     global _waited_s
     begin = time.perf_counter()
     try:
-        yield
+        batch = get()
     finally:
         _waited_s += time.perf_counter() - begin
-
-
-def count_batch(iterator: Any) -> None:
-    """Count a batch that an iterator has returned."""
     if (kind := getattr(iterator, "dsat_kind", None)) is not None:
         _read[kind] += 1
+    return batch
 
 
 def batches_in_store() -> int:

@@ -53,7 +53,8 @@ def install(spec: MeterSpec, on_complete: Callable[[Outcome], None]) -> Meter:
         meter.device_name = device_name(get_accelerator(), device)
         limit_allocator(get_accelerator(), spec.options.slot_memory_bytes, device)
 
-    config_injection.register_for_initialize(begin, meter.watch)
+    TRIAL.calls.before_engine.append(begin)
+    TRIAL.calls.after_engine.append(meter.watch)
     return meter
 
 

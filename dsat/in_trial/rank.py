@@ -128,12 +128,12 @@ class Rank:
             os.environ["PATH"] = os.pathsep.join([programs, path])
         if self._server is not None:
             self._server.install()
-        config_injection.register_for_initialize(self._begin_engine)
+        TRIAL.calls.before_engine.append(self._begin_engine)
         self._adapt_libraries()
         if start is not None:
             start_record.install(self._folder, start, waits=False)
         if not spec.is_full_run:  # after the record of the script's own configuration
-            config_injection.register_for_initialize(trackers.disable_reports)
+            TRIAL.calls.before_engine.append(trackers.disable_reports)
         # What the script imports from here on does not count.
         if spec.cpu_memory_bytes is not None and self._is_forked:
             limit_memory(spec.cpu_memory_bytes)
@@ -167,7 +167,8 @@ class Rank:
             config_injection.install(TRIAL.config, trial.overrides, path)
         switches = ScriptSwitches(trial.script_args, trial.overrides, on_cpu=on_cpu)
         if not TRIAL.is_simulated:
-            config_injection.register_for_initialize(switches.before_engine, switches.after_engine)
+            TRIAL.calls.before_engine.append(switches.before_engine)
+            TRIAL.calls.after_engine.append(switches.after_engine)
         TRIAL.trainer = TrainerSettings(
             trial,
             path,

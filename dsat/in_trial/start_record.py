@@ -13,6 +13,7 @@ from typing import Any
 
 from dsat.command.placement import VISIBLE
 from dsat.in_trial import config_injection
+from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.agreement import rank_and_size
 from dsat.in_trial.rank_files import RECORDS_FOLDER
 from dsat.values.files import write_atomically
@@ -49,7 +50,7 @@ def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
             signal.pause()
 
     if records.is_dir():
-        config_injection.register_for_initialize(record)
+        TRIAL.calls.before_engine.append(record)
 
 
 def _describe_process(

@@ -11,7 +11,6 @@ from dsat.in_trial.adapters.trial import RunningTrial
 
 def iterate(_: RunningTrial, original: Original, loader: Any, args: Any, kwargs: Any) -> Any:
     """Note the batches that a loader makes in advance, and the length of its epoch."""
-    loaders.note(loader)
     iterator = original(*args, **kwargs)
     loaders.begin_epoch(loader, iterator)
     return iterator
@@ -19,10 +18,7 @@ def iterate(_: RunningTrial, original: Original, loader: Any, args: Any, kwargs:
 
 def get_batch(_: RunningTrial, original: Original, iterator: Any, args: Any, kwargs: Any) -> Any:
     """Measure how long the script waits for a batch."""
-    with loaders.waiting():
-        batch = original(*args, **kwargs)
-    loaders.count_batch(iterator)
-    return batch
+    return loaders.wait_for_batch(iterator, lambda: original(*args, **kwargs))
 
 
 def enter_autocast(

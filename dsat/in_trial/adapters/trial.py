@@ -47,6 +47,7 @@ class Calls:
     around_compilation: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
+@dataclass
 class RunningTrial:
     """State of the process's trial.
 
@@ -64,21 +65,20 @@ class RunningTrial:
         script_options: flags that the script declares, with their defaults.
     """
 
-    def __init__(self) -> None:
-        self.phase = Phase.INERT
-        self.folder: Path | None = None
-        self.files: Any = None
-        self.is_simulated = False
-        self.calls = Calls()
-        self.config: Mapping[str, Any] | None = None
-        self.rank: Any = None
-        self.on_uncaught: Callable[[BaseException], None] | None = None
-        self.meter: Any = None
-        self.progress = Progress(None)
-        self.trainer: Any = None
-        self.task: Any = None
-        self.script_options: dict[str, Any] = {}
-        self.local_rank: str | None = None
+    phase: Phase = Phase.INERT
+    folder: Path | None = None
+    files: Any = None
+    is_simulated: bool = False
+    calls: Calls = field(default_factory=Calls)
+    config: Mapping[str, Any] | None = None
+    rank: Any = None
+    on_uncaught: Callable[[BaseException], None] | None = None
+    meter: Any = None
+    progress: Progress = field(default_factory=lambda: Progress(None))
+    trainer: Any = None
+    task: Any = None
+    script_options: dict[str, Any] = field(default_factory=dict)
+    local_rank: str | None = None
 
     def warn(self, text: str) -> None:
         """Add a warning to the outcome; print it if nothing is measured."""
