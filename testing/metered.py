@@ -20,7 +20,6 @@ from dsat.in_trial.adapters.install import adapt
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.meter import TrialComplete, install
 from dsat.in_trial.meter_spec import MeterSpec
-from dsat.in_trial.rank import outcome_of_ended
 from dsat.values.outcome import MemoryUse, Metrics, Outcome, StepFacts
 from dsat.values.trial import TrialOptions
 
@@ -166,7 +165,7 @@ class Measured:
 
     def at_its_end(self) -> Outcome:
         """Return the outcome of a script that has come to its own end."""
-        return outcome_of_ended(self._meter)
+        return self._meter.finish()
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:

@@ -41,12 +41,11 @@ from dsat.engines.trial_folder import (
 )
 from dsat.in_trial.adapters.launchers import ALONE_VARIABLE
 from dsat.in_trial.adapters.trackers import variables_off
-from dsat.in_trial.hook import HOOK_FOLDER, RUN_VARIABLE, TRIAL_VARIABLE
+from dsat.in_trial.hook import CHANGES_FILE, HOOK_FOLDER, RUN_VARIABLE, TRIAL_VARIABLE
 from dsat.in_trial.loopback import ADDRESS, INTERFACES, is_loopback
 from dsat.in_trial.memory_limit import MALLOC_VARIABLES
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.rank_files import (
-    CHANGES_FILE,
     CONFIG_FILE,
     DONE_FILE,
     SPEC_FILE,

@@ -117,7 +117,6 @@ class BatchCounter:
         self.dimensions: dict[str, int] = {}
         self.fed_instead: dict[str, int] = {}
         self.fixed_batch: int | None = None
-        self.batch_flag = ""
         self.warning: str | None = None
 
     def count(self, values: Iterable[Any]) -> Fed:
@@ -191,13 +190,13 @@ class BatchCounter:
     def _refusal(self, rows: int) -> InvalidTrial:
         """Record a fixed batch size of the script; return the trial's error."""
         self.fixed_batch = rows
-        self.batch_flag = find_batch_flag(sys.argv[1:], rows, TRIAL.script_options)
-        advice = _ADVICE_WITH_FLAG.format(flag=self.batch_flag) if self.batch_flag else _ADVICE
+        flag = find_batch_flag(sys.argv[1:], rows, TRIAL.script_options)
+        advice = _ADVICE_WITH_FLAG.format(flag=flag) if flag else _ADVICE
         return InvalidTrial(
             OF_ITS_OWN.format(rows=rows, micro_batch=self._micro_batch, advice=advice),
             most_samples=rows if rows < self._micro_batch else None,
             fixed_batch=rows,
-            batch_flag=self.batch_flag,
+            batch_flag=flag,
         )
 
     def _fitting(self, place: str, shape: Shape) -> list[int]:

@@ -72,7 +72,7 @@ def attach(hparams: Mapping[str, Any] | None) -> Task | None:
         spec = replace(MeterSpec.from_json(data), host_slots=local_size())
         _attached = Task(install(spec, lambda outcome: None))
         _attached.watch()
-        if _rank() == 0:
+        if rank_and_size()[0] == 0:
             _attached.runner = runner_watch.start(hparams[DSAT_TRIAL_KEY]["runner"])
         os.write(2, f"{ATTACHED_MARK}{_allocation()}\n".encode())
     if not _has_switches and (_attached is not None or DSAT_SWITCHES_KEY in hparams):
@@ -118,7 +118,9 @@ class Task:
         self._began_s = time.monotonic()
         self._reported = False
         self.runner: RunnerWatch | None = None
-        self._report_completed: Callable[[Any], None] | None = None
+        self._core_context: Any = None
+        self._steps_completed = 0
+        self._report_completed: Callable[[Any], None] | None = None  # of the chief's operation
 
     def watch(self) -> None:
         """Report a failure of this process, and end it at the time limit."""
@@ -136,7 +138,7 @@ class Task:
 
     def failed(self, error: BaseException) -> Outcome:
         found = self._add_facts(failures.outcome(error))
-        return replace(found, message=f"rank {_rank()}: {found.message}")
+        return replace(found, message=f"rank {rank_and_size()[0]}: {found.message}")
 
     def ended(self) -> Outcome:
         return self.measured() or self._add_facts(failures.outcome(self.meter.shortfall))
@@ -156,28 +158,23 @@ class Task:
     # -- reports
 
     def follow(self, core_context: Any, op: Any, steps_completed: int) -> None:
-        """Report at the script's end if it completes the operation by itself."""
-        if core_context.distributed.rank != 0 or self._report_completed is not None:
-            return
-        self._report_completed = op.report_completed
-        _report_progress(op)
+        """Report to this context, also if the script completes the operation by itself."""
+        self._core_context, self._steps_completed = core_context, steps_completed
+        if core_context.distributed.rank == 0 and self._report_completed is None:
+            self._report_completed = op.report_completed
+            _report_progress(op)
+            op.report_completed = lambda searcher_metric: self.report(self.ended())
 
-        def report_completed(searcher_metric: Any) -> None:
-            self.report(core_context, op, self.ended(), steps_completed)
-
-        op.report_completed = report_completed
-
-    def report(self, core_context: Any, op: Any, outcome: Outcome, steps_completed: int) -> None:
+    def report(self, outcome: Outcome) -> None:
         """Report an outcome as the chief: metrics for the web UI, and the searcher metric."""
-        if core_context.distributed.rank != 0 or self._reported:
+        if self._report_completed is None or self._reported:
             return
         metrics = numbers(outcome, measures=self.meter.spec.measures)
         if metrics:
-            core_context.train.report_validation_metrics(
-                steps_completed=steps_completed, metrics=metrics
+            self._core_context.train.report_validation_metrics(
+                steps_completed=self._steps_completed, metrics=metrics
             )
-        complete = self._report_completed or op.report_completed
-        complete({**metrics, OUTCOME_KEY: outcome.to_json()})
+        self._report_completed({**metrics, OUTCOME_KEY: outcome.to_json()})
         self._reported = True
 
     def stay_until_closed(self) -> None:
@@ -185,13 +182,11 @@ class Task:
         if self._reported and self.runner is not None:
             self.runner.stay_until_closed()
 
-    def report_failure(
-        self, core_context: Any, op: Any, error: BaseException, steps_completed: int
-    ) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Report a failure that another attempt would repeat."""
         outcome = self.failed(error)
         if outcome.kind in _WOULD_REPEAT:
-            self.report(core_context, op, outcome, steps_completed)
+            self.report(outcome)
             self.stay_until_closed()
 
     def _log(self, outcome: Outcome, *, ended: bool = False) -> None:
@@ -203,7 +198,7 @@ class Task:
 
     def _report_at_exit(self) -> None:
         outcome = self.ended()
-        if not outcome.ok or _rank() == 0:
+        if not outcome.ok or rank_and_size()[0] == 0:
             self._log(outcome, ended=True)
 
     def _give_up(self) -> None:
@@ -247,10 +242,6 @@ def _report_progress(op: Any) -> None:
         op.report_progress(0.0)
     except (errors.APIException, errors.BadRequestException, OSError) as error:
         _log.info("the search's progress is not shown: %s", error)
-
-
-def _rank() -> int:
-    return rank_and_size()[0]
 
 
 def _allocation() -> str:

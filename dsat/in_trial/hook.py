@@ -23,7 +23,7 @@ RUN_VARIABLE = "DSAT_RUN_DIR"  # the run's folder; in all processes that dsat st
 OWNER_VARIABLE = "DSAT_OWNER"  # the process of dsat that started this one
 RANK_VARIABLE = "DSAT_RANK_PID"  # the process that is a rank; none if a command starts the ranks
 HOOK_FOLDER, SPARE_FOLDER = "hook", "spare"  # the second holds packages that may be missing
-_CHANGES_FILE = "command.json"  # as in `rank_files`, which cannot be imported here
+CHANGES_FILE = "command.json"  # of the trial: arguments and variables that differ from the user's
 _LOCAL_RANK = ("--local_rank=", "--local-rank=")  # of DeepSpeed's launcher and torch's older one
 
 
@@ -45,7 +45,7 @@ class _Process:
 
     def change_arguments(self) -> None:
         """Replace the first run's arguments and variables by the trial's."""
-        path = self._folder / _CHANGES_FILE
+        path = self._folder / CHANGES_FILE
         if not path.exists():  # it was started with them, or is as the user has it
             return
         changes = json.loads(path.read_text(encoding="utf-8"))
@@ -60,28 +60,20 @@ class _Process:
                 del os.environ[name]
             os.environ.update(wanted)
 
-    def install_adapters(self) -> None:
-        """Install the adapters before other modules bind the functions."""
-        from dsat.in_trial.adapters.install import begin
-
-        begin(self._folder)
-
-    def watch_end(self) -> None:
-        """Report how a rank ends, even before it imports DeepSpeed."""
-        if not self._is_rank:
-            return
-        from dsat.in_trial.adapters.trial import TRIAL
-
-        TRIAL.on_uncaught = lambda error: self._this_rank().fail(error)
-        atexit.register(lambda: self._this_rank().finish())
-
-    def watch_imports(self) -> None:
-        """Prepare a rank as soon as the program imports DeepSpeed."""
+    def watch(self) -> None:
+        """Install the adapters, before other modules bind the functions; prepare and end a rank."""
         import wrapt
 
+        from dsat.in_trial.adapters import install
+        from dsat.in_trial.adapters.trial import TRIAL
+
+        install.begin(self._folder)
         names = ["deepspeed", "transformers"]  # its lazy package, before any module that is adapted
         if self._is_rank:
             names.append("determined")  # whose harness imports the script later
+            # It may end before it imports DeepSpeed.
+            TRIAL.on_uncaught = lambda error: self._this_rank().fail(error)
+            atexit.register(lambda: self._this_rank().finish())
         for name in names:
             wrapt.register_post_import_hook(self._begin, name)
 
@@ -122,7 +114,5 @@ if __name__ == "sitecustomize":
     if TRIAL_VARIABLE in os.environ and sys.version_info >= (3, 10):
         _process = _Process(Path(os.environ[TRIAL_VARIABLE]))
         _process.change_arguments()
-        _process.install_adapters()
-        _process.watch_end()
-        _process.watch_imports()
+        _process.watch()
     _run_hidden_sitecustomize()

@@ -8,6 +8,7 @@ On an asynchronous device the marks are events on its stream: nothing is synchro
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -119,10 +120,16 @@ class Meter:
             most_samples=most if 0 < most < spec.micro_batch else None,
         )
 
-    def finish(self) -> None:
-        """Use the steps of a script that came to its end; see `Measurement`."""
-        if self._measurement is not None and self._failed is None:
-            self._measurement.finish()
+    def finish(self) -> Outcome:
+        """Return the outcome of a script that came to its end; a collective call."""
+        try:
+            if self._measurement is not None and self._failed is None:
+                self._measurement.finish()
+        except InvalidTrial as error:
+            return failures.outcome(error)
+        except RuntimeError as error:  # the script has already ended its process group
+            print(f"dsat: nothing more can be measured: {error}", file=sys.stderr)
+        return self.outcome or failures.outcome(self.shortfall)
 
     def watch(self, engine: Any) -> None:
         """Measure an engine, if it is the first to make a training step.

@@ -106,7 +106,7 @@ class Rank:
         self._pid = os.getpid() if is_rank else None
         self._has_engine = False
         self._is_complete = False
-        self._exit: SystemExit | None = None  # that a call of `sys.exit` has raised
+        self.exit: SystemExit | None = None  # that a call of `sys.exit` has raised
         self._known, self._env = set(sys.modules), dict(os.environ)
         self._server: server.SimulationServer | None = None
         if self._spec.simulation_folder is not None:
@@ -199,8 +199,8 @@ class Rank:
         if not self.is_rank or self._spec.is_full_run:
             return
         uncaught = getattr(sys, "last_value", None)  # another hook than this one has seen it
-        if self._exit is not None and self._exit.code not in (None, 0):
-            self.fail(self._exit)
+        if self.exit is not None and self.exit.code not in (None, 0):
+            self.fail(self.exit)
         elif uncaught is not None:
             self.fail(uncaught)
         if self._server is not None:
@@ -209,7 +209,7 @@ class Rank:
             problem = "the script ended without calling deepspeed.initialize with an optimizer"
             self._end(failures.outcome(InvalidTrial(problem)))
         else:
-            self._end(outcome_of_ended(self._meter))
+            self._end(self._meter.finish())
 
     def _outcome_of(self, error: BaseException) -> Outcome:
         """Return the outcome of a process that ends with an error.
@@ -264,9 +264,6 @@ class Rank:
         with open(self._folder / PORTS_FILE, "a", encoding="ascii") as file:
             file.write(os.environ.get("MASTER_PORT", "") + "\n")
 
-    def note_exit(self, stop: SystemExit) -> None:
-        self._exit = stop
-
     def _complete(self, outcome: Outcome) -> None:
         """Report the measurement; the meter then ends the script."""
         if self._spec.is_command:
@@ -306,17 +303,6 @@ def _is_of_signal(error: BaseException) -> bool:
     """Return whether an error says that a signal killed another process, as of a launcher."""
     status = error.returncode if isinstance(error, subprocess.CalledProcessError) else 0
     return status < 0
-
-
-def outcome_of_ended(meter: Meter) -> Outcome:
-    """Return the outcome of a script that ended before enough was measured."""
-    try:
-        meter.finish()
-    except InvalidTrial as error:
-        return failures.outcome(error)
-    except RuntimeError as error:  # the script has already ended its process group
-        print(f"dsat: nothing more can be measured: {error}", file=sys.stderr)
-    return meter.outcome or failures.outcome(meter.shortfall)
 
 
 def _adapt_to_machine(spec: RankSpec) -> RankSpec:

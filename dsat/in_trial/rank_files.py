@@ -27,7 +27,6 @@ STEPS_FILE = "steps"  # number of optimizer steps of rank 0
 # Of a trial that runs the user's command.
 DONE_FILE = "done"  # exists once the command is not needed any more
 PORTS_FILE = "ports"  # a line for each port where ranks met; exists once a rank has an engine
-CHANGES_FILE = "command.json"  # arguments and variables that are different in the trial
 RECORDS_FOLDER = "records"  # of the starts of ranks, in the first run
 SEVERAL_NODES_FILE = "nodes.json"  # in that folder: the launcher would use several nodes
 

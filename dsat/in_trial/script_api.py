@@ -158,7 +158,7 @@ def dsat_reporting_context(
         yield
     except TrialComplete as complete:
         if task is not None:
-            task.report(core_context, op, task.ended(), steps)
+            task.report(task.ended())
             task.stay_until_closed()
             if core_context.distributed.rank == 0:
                 # Else the master takes the exit for that of a script which lost its way.
@@ -170,7 +170,7 @@ def dsat_reporting_context(
         raise
     except BaseException as error:
         if task is not None:
-            task.report_failure(core_context, op, error, steps)
+            task.report_failure(error)
         raise
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from dsat.command.switches import OTHER_BATCH, OTHER_CONFIG
 from dsat.in_trial.adapters import hf_trainer
+from dsat.in_trial.adapters.trial import RunningTrial
 from dsat.in_trial.script_switches import ScriptSwitches
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.scripts import CONFIG, Scripts
@@ -154,5 +155,5 @@ def test_the_first_trial_reads_the_file_that_accelerate_names(
     settings = hf_trainer.TrainerSettings(trial, None, switches, max_steps=20)
     values = {"dataloader_num_workers": 0, "optim": "adamw_torch", "gradient_checkpointing": False}
     args = SimpleNamespace(deepspeed=None, **values)
-    hf_trainer.prepare(args, settings)
+    hf_trainer.prepare(RunningTrial(trainer=settings), args)
     assert args.max_steps == 500 and "optim" not in switches.found

@@ -89,8 +89,6 @@ def measure(phase: str) -> Callable[..., Any]:
         trial: RunningTrial, original: Original, engine: Any, args: Any, kwargs: Any
     ) -> Any:
         """Measure the phase: time, samples, loss and memory."""
-        if trial.meter is None:
-            return original(*args, **kwargs)
         return trial.meter.call(engine, phase, original, args, kwargs)
 
     return run_phase
@@ -99,7 +97,7 @@ def measure(phase: str) -> Callable[..., Any]:
 def scale(trial: RunningTrial, original: Original, engine: Any, args: Any, kwargs: Any) -> Any:
     """Note the loss that fp16 scales in `engine.scale(loss).backward()`."""
     result = original(*args, **kwargs)
-    if trial.meter is not None and trial.meter.losses is not None:
+    if trial.meter.losses is not None:
         loss = kwargs.get("loss", args[0] if args else None)
         trial.meter.losses.note_scaled_loss(engine, result, loss)
     return result

@@ -63,35 +63,35 @@ class TrainerSettings:
         return not config_injection.agrees(_read_config(given), its, but_for=ds_config.AUTO)
 
 
-def prepare(args: Any, settings: TrainerSettings) -> list[str]:
-    """Set the fields of `TrainingArguments` that a trial decides, before they are checked.
-
-    Returns warnings about settings of the script that were replaced.
-    """
+def prepare(trial: RunningTrial, args: Any) -> None:
+    """Set the fields of `TrainingArguments` that a trial decides, before they are checked."""
+    settings: TrainerSettings = trial.trainer
     if settings.max_steps is not None:
         _keep_short(args, settings.max_steps)
     if not (args.deepspeed or accelerate_env.uses_deepspeed(os.environ)):
-        return []
+        return
     own_config = args.deepspeed or os.environ.get(accelerate_env.CONFIG_FILE)
     config = _read_config(settings.config_path or own_config)
     settings.switches.set_arguments(args, config)
     if settings.config_path is None or settings.trial is None:
         args.max_steps = _scheduled_steps(config) or args.max_steps
-        return []
+        return
     is_of_code = bool(args.deepspeed) and settings.differs_from(args.deepspeed)
     if args.deepspeed:
         args.deepspeed = config if isinstance(args.deepspeed, dict) else str(settings.config_path)
     batch = settings.trial.batch
     own = (args.per_device_train_batch_size, args.gradient_accumulation_steps)
-    agrees = settings.batch_in_file or own == (batch.micro_batch, batch.gas)
-    warnings = [] if agrees else [OTHER_BATCH]
-    if is_of_code and not settings.batch_in_file:
-        warnings.append(OTHER_CONFIG)
+    if not settings.batch_in_file:
+        if own != (batch.micro_batch, batch.gas):
+            trial.warn(OTHER_BATCH)
+        if is_of_code:
+            trial.warn(OTHER_CONFIG)
     args.per_device_train_batch_size = batch.micro_batch
     args.gradient_accumulation_steps = batch.gas
     if settings.max_steps is not None:
         args.max_steps = _scheduled_steps(config) or settings.max_steps
-    return warnings + _share_sequences(args, batch.parallelism.sequence)
+    if _share_sequences(args, batch.parallelism.sequence):
+        trial.warn(OTHER_PARALLELISM)
 
 
 def _read_config(given: Any) -> dict[str, Any]:
@@ -122,16 +122,16 @@ def _scheduled_steps(config: Mapping[str, Any]) -> int | None:
     return total if isinstance(total, int) else None
 
 
-def _share_sequences(args: Any, slots: int) -> list[str]:
-    """Set the size in the script's own `ParallelismConfig`; without one, variables do."""
+def _share_sequences(args: Any, slots: int) -> bool:
+    """Set the size in the script's own `ParallelismConfig`, if that differs; variables do else."""
     own = getattr(args, "parallelism_config", None)
     if own is None or own.sp_size == slots:
-        return []
+        return False
     groups = rank_and_size()[1] // slots
     args.parallelism_config = replace(
         own, sp_size=slots, sp_backend="deepspeed", dp_shard_size=groups if slots > 1 else 1
     )
-    return [OTHER_PARALLELISM]
+    return True
 
 
 def check_arguments(
@@ -139,8 +139,7 @@ def check_arguments(
 ) -> Any:
     """Apply the trial's values to `TrainingArguments` and its subclasses."""
     if trial.trainer is not None:
-        for warning in prepare(arguments, trial.trainer):
-            trial.warn(warning)
+        prepare(trial, arguments)
     return original(*args, **kwargs)
 
 

@@ -68,7 +68,7 @@ def exit_process(trial: RunningTrial, original: Original, _: Any, args: Any, kwa
         original(*args, **kwargs)
     except SystemExit as stop:
         if trial.rank is not None and threading.current_thread() is threading.main_thread():
-            trial.rank.note_exit(stop)
+            trial.rank.exit = stop
         raise
 
 
