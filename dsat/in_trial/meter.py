@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from dsat.errors import DsatError, InvalidTrial
 from dsat.in_trial import config_injection, failures, loaders
 from dsat.in_trial.adapters import install as adapters
+from dsat.in_trial.adapters.calls import Call
 from dsat.in_trial.adapters.trial import TRIAL, Phase
 from dsat.in_trial.agreement import Ranks, local_rank, rank_and_size
 from dsat.in_trial.clocks import ProcessMemory, limit_allocator, wait_for_memory
@@ -158,44 +159,41 @@ class Meter:
         ranks.maximum([0.0])  # makes the communicator while there is memory for it
         self._measurement = Measurement(self.spec, self._recorder, ranks, self.warnings)
 
-    def call(
-        self, engine: Any, name: str, original: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        """Call the engine's method for a phase; record it if the engine is measured."""
+    def call(self, name: str, call: Call) -> Any:
+        """Call an engine's method for a phase; record it if the engine is measured."""
         if name in self._inside:
-            return original(*args, **kwargs)
+            return call.proceed()
         if self._is_ended:
             os._exit(0)  # the script has caught the SystemExit that was to end it
         if self._failed is not None:  # the script has caught it, and goes on
             self._end(self._failed)
         try:
-            return self._recorded(engine, name, original, args, kwargs)
+            return self._recorded(name, call)
         except Exception as error:
-            trains = self._engine is engine and (name != "forward" or is_training(engine))
+            trains = self._engine is call.owner and (name != "forward" or is_training(call.owner))
             found = failures.outcome(error)
             # Out of memory elsewhere (an evaluation, another engine) is the script's own affair.
             if isinstance(error, DsatError) or (trains and found.kind is not OutcomeKind.ERROR):
                 self._failed = found
             raise
 
-    def _recorded(
-        self, engine: Any, name: str, original: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
+    def _recorded(self, name: str, call: Call) -> Any:
+        engine = call.owner
         if self._engine is None and (name != "forward" or is_training(engine)):
             self.attach(engine, first_step=1 if name == "forward" else 2)
             if name != "forward":  # the script calls the model itself, and what it fed is not known
                 self._recorder.follow_module()
         if self._engine is None:
-            return original(*args, **kwargs)
+            return call.proceed()
         if self._engine is not engine:  # whose loss this is not
             if name != "forward":  # a reference model makes no backward pass
                 self.warn(config_injection.SEVERAL_ENGINES)
                 self._whose = " of the engine that trains first"
             with self._recorder.losses.ignored():
-                return original(*args, **kwargs)
+                return call.proceed()
         self._inside.add(name)
         try:
-            return getattr(self._recorder, name)(original, args, kwargs)
+            return getattr(self._recorder, name)(call)
         finally:
             self._inside.discard(name)
 

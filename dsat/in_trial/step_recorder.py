@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dsat.in_trial import compiling, loaders
+from dsat.in_trial.adapters.calls import Call
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.batches import BatchCounter, Fed
@@ -154,14 +155,14 @@ class StepRecorder:
         """Begin the current optimizer step now."""
         self.marks = StepMarks(begin=self.clock.mark())
 
-    def forward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def forward(self, call: Call) -> Any:
         if not is_training(self._engine):
             self.marks.evaluated = True
-            return original(*args, **kwargs)
-        self._begin_forward(args, kwargs)
+            return call.proceed()
+        self._begin_forward(call.args, call.kwargs)
         self._in_forward = True
         try:
-            result = original(*args, **kwargs)
+            result = call.proceed()
         finally:
             self._in_forward = False
             if self.profiler is not None:
@@ -169,19 +170,19 @@ class StepRecorder:
         self._end_forward()
         return result
 
-    def backward(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def backward(self, call: Call) -> Any:
         if self.profiler is not None:
             self.profiler.leave_forward()
-        loss = args[0] if args else kwargs.get("loss")
-        self.losses.add_engine_loss(loss, scaled_by_script=kwargs.get("scale_wrt_gas") is False)
+        scaled_by_script = call.kwargs.get("scale_wrt_gas") is False
+        self.losses.add_engine_loss(call.argument("loss", 0), scaled_by_script=scaled_by_script)
         begin = self._begin_phase()
         with self.losses.ignored():
-            result = original(*args, **kwargs)
+            result = call.proceed()
         self._end_phase("backward", begin)
         self.marks.backward_began = None
         return result
 
-    def step(self, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def step(self, call: Call) -> Any:
         """Call the engine's `step`, which makes an optimizer step or only counts a micro step."""
         engine = self._engine
         self.marks.losses = self.losses.count
@@ -192,7 +193,7 @@ class StepRecorder:
         self._close_backward()
         self.losses.begin_step()
         begin = self._begin_phase()
-        result = original(*args, **kwargs)
+        result = call.proceed()
         end = self._end_phase("step", begin)
         if engine.global_steps > steps_before:
             self._end_optimizer_step(end, skipped=engine.skipped_steps > skipped_before)

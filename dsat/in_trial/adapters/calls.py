@@ -12,8 +12,40 @@ from typing import Any, NamedTuple
 
 from dsat.in_trial.adapters.trial import ALWAYS, TRIAL, Phase, RunningTrial
 
-# Takes the trial, the original function, the object that a method belongs to, and the arguments.
-Wrapper = Callable[[RunningTrial, "Original", Any, tuple[Any, ...], dict[str, Any]], Any]
+
+class Call(NamedTuple):
+    """A call of an adapted function by the script or a library.
+
+    Attributes:
+        function: the adapted function; wrappers call it through `proceed` and `proceed_with`.
+        name: the function as users know it, such as `torch.save`.
+        owner: object that a method belongs to.
+    """
+
+    trial: RunningTrial
+    function: Callable[..., Any]
+    name: str
+    owner: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def proceed(self) -> Any:
+        """Call the function as the caller does."""
+        return self.function(*self.args, **self.kwargs)
+
+    def proceed_with(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function with other arguments."""
+        return self.function(*args, **kwargs)
+
+    def replace(self, name: str, position: int, value: Any) -> Call:
+        """Return the call with another value of one argument."""
+        if name in self.kwargs:
+            return self._replace(kwargs={**self.kwargs, name: value})
+        return self._replace(args=(*self.args[:position], value, *self.args[position + 1 :]))
+
+    def argument(self, name: str, position: int) -> Any:
+        """Return an argument; None if it is absent."""
+        return self.kwargs.get(name, self.args[position] if len(self.args) > position else None)
 
 
 class Adapter(NamedTuple):
@@ -26,26 +58,9 @@ class Adapter(NamedTuple):
 
     module: str
     attribute: str
-    wrapper: Wrapper
+    wrapper: Callable[[Call], Any]
     versions: str = ""
     phases: tuple[Phase, ...] = ALWAYS
-
-    @property
-    def name(self) -> str:
-        """The function as users know it, such as `torch.save`."""
-        return f"{self.module.partition('.')[0]}.{self.attribute}"
-
-
-class Original:
-    """The adapted function, which may be called."""
-
-    __slots__ = ("function", "name")
-
-    def __init__(self, function: Callable[..., Any], name: str) -> None:
-        self.function, self.name = function, name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **kwargs)
 
 
 def entrance(adapter: Adapter, owner: Any = None) -> Callable[..., Any]:
@@ -53,7 +68,8 @@ def entrance(adapter: Adapter, owner: Any = None) -> Callable[..., Any]:
 
     `owner` is the object that has the function, if it is not a class.
     """
-    wrapper, phases, name = adapter.wrapper, frozenset(adapter.phases), adapter.name
+    wrapper, phases = adapter.wrapper, frozenset(adapter.phases)
+    name = f"{adapter.module.partition('.')[0]}.{adapter.attribute}"
 
     def enter(
         function: Callable[..., Any], instance: Any, args: Any, kwargs: Mapping[str, Any]
@@ -61,18 +77,9 @@ def entrance(adapter: Adapter, owner: Any = None) -> Callable[..., Any]:
         if TRIAL.phase not in phases:
             return function(*args, **kwargs)
         here = instance if owner is None else owner
-        return wrapper(TRIAL, Original(function, name), here, args, dict(kwargs))
+        return wrapper(Call(TRIAL, function, name, here, args, dict(kwargs)))
 
     return enter
-
-
-def call_with(
-    original: Original, name: str, position: int, value: Any, args: Any, kwargs: Any
-) -> Any:
-    """Call the adapted function with another value of one argument."""
-    if name in kwargs:
-        return original(*args, **{**kwargs, name: value})
-    return original(*args[:position], value, *args[position + 1 :], **kwargs)
 
 
 def caller() -> FrameType:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from dsat.in_trial.adapters import calls
-from dsat.in_trial.adapters.calls import Original
-from dsat.in_trial.adapters.trial import Phase, RunningTrial
+from dsat.in_trial.adapters.calls import Call
+from dsat.in_trial.adapters.trial import Phase
 
 ZERO_INIT = (
     "the script opens deepspeed.zero.Init in every stage, and trials below stage 3 switch it off: "
@@ -17,87 +17,84 @@ ZERO_INIT = (
 )
 
 
-def initialize(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+def initialize(call: Call) -> Any:
     """Make the engine with the trial's configuration, and have it measured."""
+    trial = call.trial
     try:
-        bound = inspect.signature(original.function).bind(*args, **kwargs)
+        bound = inspect.signature(call.function).bind(*call.args, **call.kwargs)
     except TypeError:  # the script's own mistake, which DeepSpeed reports
-        return original(*args, **kwargs)
+        return call.proceed()
     if trial.phase is Phase.PREPARING:
         trial.phase = Phase.MEASURING
     for before in trial.calls.before_engine:
         before(bound.arguments)
     if trial.calls.make_engine is None:
-        result = original(*bound.args, **bound.kwargs)
+        result = call.proceed_with(*bound.args, **bound.kwargs)
     else:
-        result = trial.calls.make_engine(original.function, *bound.args, **bound.kwargs)
+        result = trial.calls.make_engine(call.function, *bound.args, **bound.kwargs)
     for after in trial.calls.after_engine:
         after(result[0])
     return result
 
 
-def open_zero_init(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> None:
+def open_zero_init(call: Call) -> None:
     """Partition no model below stage 3.
 
     Scripts make their model under `zero.Init` for their own stage 3. Lower stages cannot train such
     a model, and an engine of stage 3 partitions a whole one itself. Libraries open it by the stage
     of their configuration (`from_pretrained`), so that they train as trials do.
     """
+    trial = call.trial
     zero = (trial.config or {}).get("zero_optimization") or {}
     # One script is simulated in all stages.
     if trial.config is None or trial.is_simulated or zero.get("stage", 0) >= 3:
-        original(*args, **kwargs)
+        call.proceed()
         return
-    bound = inspect.signature(original.function).bind_partial(*args, **kwargs)
+    bound = inspect.signature(call.function).bind_partial(*call.args, **call.kwargs)
     if bound.arguments.get("module") is None:
         is_library = f"-packages{os.sep}" in calls.caller().f_code.co_filename
         if bound.arguments.get("enabled", True) and not is_library:
             trial.warn(ZERO_INIT)
         bound.arguments["enabled"] = False
-    original(*bound.args, **bound.kwargs)
+    call.proceed_with(*bound.args, **bound.kwargs)
 
 
-def compile_operator(
-    trial: RunningTrial, original: Original, builder: Any, args: Any, kwargs: Any
-) -> Any:
+def compile_operator(call: Call) -> Any:
     """Show the compilation of an operator, and lift the trial's limit of memory meanwhile."""
-    activity = f"compiling DeepSpeed's operator {builder.name}, once for all runs"
-    with trial.progress.during(activity), trial.calls.around_compilation():
-        return original(*args, **kwargs)
+    activity = f"compiling DeepSpeed's operator {call.owner.name}, once for all runs"
+    with call.trial.progress.during(activity), call.trial.calls.around_compilation():
+        return call.proceed()
 
 
-def available(trial: RunningTrial, original: Original, device: Any, args: Any, kwargs: Any) -> int:
+def available(call: Call) -> int:
     """Answer within the limit of a slot.
 
     By that, ZeRO decides whether parameters are flattened on the device or on the host
     (deepspeed/runtime/zero/stage_1_and_2.py, 0.19.8).
     """
-    free_bytes = int(original(*args, **kwargs))
+    trial, free_bytes = call.trial, int(call.proceed())
     if trial.is_simulated or trial.meter is None:
         return free_bytes
     limit_bytes: int | None = trial.meter.spec.options.slot_memory_bytes
     if limit_bytes is None:
         return free_bytes
-    index = kwargs.get("device_index", args[0] if args else None)
-    return min(free_bytes, limit_bytes - int(device.memory_allocated(index)))
+    index = call.argument("device_index", 0)
+    return min(free_bytes, limit_bytes - int(call.owner.memory_allocated(index)))
 
 
 def measure(phase: str) -> Callable[..., Any]:
     """Return a wrapper of the engine's method for a phase of an optimizer step."""
 
-    def run_phase(
-        trial: RunningTrial, original: Original, engine: Any, args: Any, kwargs: Any
-    ) -> Any:
+    def run_phase(call: Call) -> Any:
         """Measure the phase: time, samples, loss and memory."""
-        return trial.meter.call(engine, phase, original, args, kwargs)
+        return call.trial.meter.call(phase, call)
 
     return run_phase
 
 
-def scale(trial: RunningTrial, original: Original, engine: Any, args: Any, kwargs: Any) -> Any:
+def scale(call: Call) -> Any:
     """Note the loss that fp16 scales in `engine.scale(loss).backward()`."""
-    result = original(*args, **kwargs)
-    if trial.meter.losses is not None:
-        loss = kwargs.get("loss", args[0] if args else None)
-        trial.meter.losses.note_scaled_loss(engine, result, loss)
+    result, losses = call.proceed(), call.trial.meter.losses
+    if losses is not None:
+        losses.note_scaled_loss(call.owner, result, call.argument("loss", 0))
     return result

@@ -16,22 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from dsat.errors import InvalidTrial
-from dsat.in_trial.adapters.calls import Original
-from dsat.in_trial.adapters.trial import RunningTrial
+from dsat.in_trial.adapters.calls import Call
 from dsat.in_trial.rank_files import LocalTask
 
 _CHIEF_PORTS = ("pub_port", "pull_port")
 _SUPPORTED = ((0, 28), (0, 37))  # first and last
 
 
-def get_cluster_info(
-    trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any
-) -> Any:
+def get_cluster_info(call: Call) -> Any:
     """Answer as in the task of a Determined cluster."""
-    if trial.task is None:
-        return original(*args, **kwargs)
+    if call.trial.task is None:
+        return call.proceed()
     _check_version()
-    return _cluster_info(trial.task)
+    return _cluster_info(call.trial.task)
 
 
 def _check_version() -> None:
@@ -104,13 +101,13 @@ _CONFIG_DEFAULTS: dict[str, Any] = {
 }
 
 
-def init(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+def init(call: Call) -> Any:
     """Return a context whose reports, checkpoints and operations stay in the trial's folder."""
-    if trial.task is None:
-        return original(*args, **kwargs)
+    if call.trial.task is None:
+        return call.proceed()
     _check_version()
-    assert trial.folder is not None
-    return _init(trial.task, trial.folder, *args, **kwargs)
+    assert call.trial.folder is not None
+    return _init(call.trial.task, call.trial.folder, *call.args, **call.kwargs)
 
 
 def _init(
@@ -180,42 +177,42 @@ def _searcher_context(distributed: Any, task: LocalTask) -> Any:
     return SearcherContext(distributed, task.length)
 
 
-def connect(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> None:
+def connect(call: Call) -> None:
     """Use separate ports for each trial.
 
     determined binds two fixed ports on all interfaces, which two trials on one machine cannot.
     """
-    if trial.task is not None:
-        kwargs = {**dict(zip(_CHIEF_PORTS, trial.task.ports, strict=True)), **kwargs}
-    original(*args, **kwargs)
+    task = call.trial.task
+    if task is not None:
+        for name, port in zip(_CHIEF_PORTS, task.ports, strict=True):
+            call.kwargs.setdefault(name, port)
+    call.proceed()
 
 
-def serve(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> None:
+def serve(call: Call) -> None:
     """Keep the chief's sockets off other networks."""
-    if trial.task is not None:
-        numeric = socket.gethostbyname(trial.task.hosts[0])
+    task, kwargs = call.trial.task, call.kwargs
+    if task is not None:
+        numeric = socket.gethostbyname(task.hosts[0])
         for name in ("pub_url", "pull_url"):
             if kwargs.get(name):
                 kwargs[name] = kwargs[name].replace("tcp://*:", f"tcp://{numeric}:")
-    original(*args, **kwargs)
+    call.proceed()
 
 
-def write_user_code(
-    trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any
-) -> None:
+def write_user_code(call: Call) -> None:
     """Copy no model folder to a checkpoint: a container has it at a fixed place."""
-    if trial.task is None:
-        original(*args, **kwargs)
+    if call.trial.task is None:
+        call.proceed()
 
 
-def choose_device(
-    trial: RunningTrial, original: Original, context: Any, args: Any, kwargs: Any
-) -> None:
+def choose_device(call: Call) -> None:
     """Let a DeepSpeedTrial train on processor cores; it insists on a GPU."""
-    if trial.task is None or trial.task.devices:
-        original(*args, **kwargs)
+    task = call.trial.task
+    if task is None or task.devices:
+        call.proceed()
         return
     import torch
 
-    context.n_gpus = 0
-    context.device = torch.device("cpu")
+    call.owner.n_gpus = 0
+    call.owner.device = torch.device("cpu")

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dsat.in_trial import failures
-from dsat.in_trial.adapters import calls
-from dsat.in_trial.adapters.calls import Original
-from dsat.in_trial.adapters.trial import Phase, RunningTrial
+from dsat.in_trial.adapters.calls import Call
+from dsat.in_trial.adapters.trial import Phase
 from dsat.in_trial.adapters.user_files import UserFiles, absolute
 
 NOT_CHANGED = "trials leave older files alone: {} did nothing"
@@ -23,57 +22,55 @@ INSTEAD = "trials leave older files alone: what the script writes is in the tria
 _BESIDE = ("dir_fd", "src_dir_fd", "dst_dir_fd")  # as in the steps of `shutil.rmtree`
 
 
-def _argument(name: str, position: int, args: Any, kwargs: Any) -> Any:
-    return kwargs.get(name, args[position] if len(args) > position else None)
-
-
-def _files_of(trial: RunningTrial, kwargs: Any) -> UserFiles | None:
+def _files_of(call: Call) -> UserFiles | None:
     """Return the protected files; None if a path is relative to a folder descriptor."""
-    return None if any(kwargs.get(name) is not None for name in _BESIDE) else trial.files
+    is_beside = any(call.kwargs.get(name) is not None for name in _BESIDE)
+    return None if is_beside else call.trial.files
 
 
-def remove(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+def _say(call: Call, text: str) -> None:
+    call.trial.say(text.format(call.name))
+
+
+def remove(call: Call) -> Any:
     """Leave what is older than the trial; let a folder of that name be created again."""
-    files, path = _files_of(trial, kwargs), _argument("path", 0, args, kwargs)
+    files, path = _files_of(call), call.argument("path", 0)
     if files is None or not files.is_to_stay(path):
-        return original(*args, **kwargs)
+        return call.proceed()
     files.remove(path)
-    trial.say(NOT_CHANGED.format(original.name))
+    _say(call, NOT_CHANGED)
     return None
 
 
-def change(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+def change(call: Call) -> Any:
     """Leave what is older than the trial as it is."""
-    files, path = _files_of(trial, kwargs), _argument("path", 0, args, kwargs)
+    files, path = _files_of(call), call.argument("path", 0)
     if files is None or not files.is_to_stay(path):
-        return original(*args, **kwargs)
-    trial.say(NOT_CHANGED.format(original.name))
+        return call.proceed()
+    _say(call, NOT_CHANGED)
     return None
 
 
-def move(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+def move(call: Call) -> Any:
     """Neither move nor replace what is older than the trial."""
-    files = _files_of(trial, kwargs)
-    source, target = _argument("src", 0, args, kwargs), _argument("dst", 1, args, kwargs)
+    files, source, target = _files_of(call), call.argument("src", 0), call.argument("dst", 1)
     if files is None or not (files.is_to_stay(source) or files.is_to_stay(target)):
-        return original(*args, **kwargs)
+        return call.proceed()
     files.move(source, target)
-    trial.say(NOT_CHANGED.format(original.name))
+    _say(call, NOT_CHANGED)
     return None
 
 
 def create(name: str, position: int) -> Callable[..., Any]:
     """Return a wrapper of a function that creates what its argument names."""
 
-    def create_folder_or_link(
-        trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any
-    ) -> Any:
+    def create_folder_or_link(call: Call) -> Any:
         """Succeed if the script removed the existing one, or if only an earlier trial made it."""
-        files, path = _files_of(trial, kwargs), _argument(name, position, args, kwargs)
+        files, path = _files_of(call), call.argument(name, position)
         if files is not None and files.is_removed(path) and os.path.lexists(path):
             return None
         try:
-            result = original(*args, **kwargs)
+            result = call.proceed()
         except FileExistsError:
             if files is None or not files.is_left_by_a_trial(path):
                 raise
@@ -85,28 +82,27 @@ def create(name: str, position: int) -> Callable[..., Any]:
     return create_folder_or_link
 
 
-def open_file(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+def open_file(call: Call) -> Any:
     """Open a copy in the trial's folder in place of an older file that would be changed."""
-    path, mode = _argument("file", 0, args, kwargs), _argument("mode", 1, args, kwargs) or "r"
+    path, mode = call.argument("file", 0), call.argument("mode", 1) or "r"
     if isinstance(path, int) or not isinstance(mode, str):
-        return original(*args, **kwargs)
-    found = trial.files.instead_of(path, mode)
+        return call.proceed()
+    found = call.trial.files.instead_of(path, mode)
     if found is path:
-        return original(*args, **kwargs)
+        return call.proceed()
+    call = call.replace("file", 0, found)
     if mode.strip("bt") != "r":
-        trial.say(INSTEAD)
-        mode = mode.replace("x", "w")
-    others = {name: value for name, value in kwargs.items() if name not in ("file", "mode")}
-    return original(found, mode, *args[2:], **others)
+        _say(call, INSTEAD)
+        call = call.replace("mode", 1, mode.replace("x", "w"))
+    return call.proceed()
 
 
-def read(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+def read(call: Call) -> Any:
     """Read the script's copy of an older file, if it wrote one."""
-    given = _argument("filename", 0, args, kwargs)
-    if not isinstance(given, (str, os.PathLike)):
-        return original(*args, **kwargs)
-    found = str(trial.files.instead_of(given, "r"))
-    return calls.call_with(original, "filename", 0, found, args, kwargs)
+    given = call.argument("filename", 0)
+    if isinstance(given, (str, os.PathLike)):
+        call = call.replace("filename", 0, str(call.trial.files.instead_of(given, "r")))
+    return call.proceed()
 
 
 def save(name: str, position: int) -> Callable[..., Any]:
@@ -115,40 +111,39 @@ def save(name: str, position: int) -> Callable[..., Any]:
     Before the engine a script prepares data, which it reads again.
     """
 
-    def save_model(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+    def save_model(call: Call) -> Any:
         """Write nothing but temporary files once the engine is made."""
-        given = _argument(name, position, args, kwargs)
+        given, files = call.argument(name, position), call.trial.files
         path = absolute(given) if isinstance(given, (str, os.PathLike)) else None
         if path is None:
-            return original(*args, **kwargs)
-        if trial.phase is Phase.MEASURING or trial.is_simulated:
-            if trial.files.is_scratch(path.resolve()):
-                return original(*args, **kwargs)
+            return call.proceed()
+        if call.trial.phase is Phase.MEASURING or call.trial.is_simulated:
+            if files.is_scratch(path.resolve()):
+                return call.proceed()
             failures.unwritten.add(path.resolve())
-            trial.say(NOT_SAVED.format(original.name))
+            _say(call, NOT_SAVED)
             return None
-        found = trial.files.instead_of(given, "w")
+        found = files.instead_of(given, "w")
         if found is given:
-            return original(*args, **kwargs)
-        trial.say(INSTEAD)
-        return calls.call_with(original, name, position, str(found), args, kwargs)
+            return call.proceed()
+        _say(call, INSTEAD)
+        return call.replace(name, position, str(found)).proceed()
 
     return save_model
 
 
-def skip(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+def skip(call: Call) -> Any:
     """Do nothing once the engine is made."""
-    if trial.phase is Phase.PREPARING and not trial.is_simulated:
-        return original(*args, **kwargs)
-    trial.say(NOT_SAVED.format(original.name))
+    if call.trial.phase is Phase.PREPARING and not call.trial.is_simulated:
+        return call.proceed()
+    _say(call, NOT_SAVED)
     return True
 
 
-def load_checkpoint(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+def load_checkpoint(call: Call) -> Any:
     """Load only the script's own client state from a checkpoint, no weights."""
-    trial.say(NOT_SAVED.format(original.name))
-    tag = _argument("tag", 1, args, kwargs)
-    return client_state(Path(_argument("load_dir", 0, args, kwargs)), tag)
+    _say(call, NOT_SAVED)
+    return client_state(Path(call.argument("load_dir", 0)), call.argument("tag", 1))
 
 
 # Files of a checkpoint of DeepSpeed's, and what of them it keeps for itself (`_load_checkpoint` of

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from dsat.command import accelerate_env, ds_config
 from dsat.command.switches import OTHER_BATCH, OTHER_CONFIG, OTHER_PARALLELISM
 from dsat.in_trial import config_injection
-from dsat.in_trial.adapters import calls
-from dsat.in_trial.adapters.calls import Original
+from dsat.in_trial.adapters.calls import Call
 from dsat.in_trial.adapters.trial import RunningTrial
 from dsat.in_trial.agreement import rank_and_size
 from dsat.values.trial import Trial
@@ -134,27 +133,23 @@ def _share_sequences(args: Any, slots: int) -> bool:
     return True
 
 
-def check_arguments(
-    trial: RunningTrial, original: Original, arguments: Any, args: Any, kwargs: Any
-) -> Any:
+def check_arguments(call: Call) -> Any:
     """Apply the trial's values to `TrainingArguments` and its subclasses."""
-    if trial.trainer is not None:
-        prepare(trial, arguments)
-    return original(*args, **kwargs)
+    if call.trial.trainer is not None:
+        prepare(call.trial, call.owner)
+    return call.proceed()
 
 
-def check_plugin(
-    trial: RunningTrial, original: Original, plugin: Any, args: Any, kwargs: Any
-) -> Any:
+def check_plugin(call: Call) -> Any:
     """Use the trial's configuration in accelerate's DeepSpeed plugin."""
-    settings = trial.trainer
+    settings, plugin = call.trial.trainer, call.owner
     if settings is None or settings.config_path is None or settings.trial is None:
-        return original(*args, **kwargs)
+        return call.proceed()
     given = plugin.hf_ds_config
     if given is None or isinstance(given, (str, dict)):  # else the Trainer's own, prepared
         config = _read_config(settings.config_path)
         if given is not None and settings.differs_from(given):
-            trial.warn(OTHER_CONFIG)
+            call.trial.warn(OTHER_CONFIG)
         zero = config.setdefault("zero_optimization", {"stage": 0})
         plugin.hf_ds_config = config
         plugin.zero_stage = stage = zero.get("stage", 0)
@@ -167,42 +162,44 @@ def check_plugin(
         plugin.zero3_init_flag = given.is_zero3()
     # Settings of accelerate's own, which it refuses beside a configuration.
     os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
-    return original(*args, **kwargs)
+    return call.proceed()
 
 
-def train(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+def train(call: Call) -> Any:
     """Ignore checkpoints, which would end a trial before its first step."""
-    if trial.trainer is None or trial.trainer.max_steps is None:
-        return original(*args, **kwargs)
-    return calls.call_with(original, "resume_from_checkpoint", 0, None, args, kwargs)
+    if _is_measured(call):
+        call = call.replace("resume_from_checkpoint", 0, None)
+    return call.proceed()
 
 
-def control(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> None:
+def control(call: Call) -> None:
     """Keep the Trainer from saving and evaluating.
 
     With a checkpoint it would also delete the user's older ones (`save_total_limit`).
     """
-    name, value = args
-    is_measured = trial.trainer is not None and trial.trainer.max_steps is not None
-    if is_measured and name in ("should_save", "should_evaluate"):
+    name, value = call.args
+    if _is_measured(call) and name in ("should_save", "should_evaluate"):
         value = False
-    original(name, value)
+    call.proceed_with(name, value)
 
 
-def prepare_backend(
-    trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any
-) -> tuple[Any, Any]:
+def _is_measured(call: Call) -> bool:
+    settings = call.trial.trainer
+    return settings is not None and settings.max_steps is not None
+
+
+def prepare_backend(call: Call) -> tuple[Any, Any]:
     """Make accelerate find all ranks where DeepSpeed runs on processor cores.
 
     It looks for a device to choose a backend by, finds none, and takes each rank for the only one
     (accelerate/state.py: PartialState._prepare_backend).
     """
-    backend, kind = original(*args, **kwargs)
-    is_on_cpu = trial.trainer is not None and trial.trainer.on_cpu
-    if not is_on_cpu or rank_and_size()[1] < 2:
+    backend, kind = call.proceed()
+    settings = call.trial.trainer
+    if settings is None or not settings.on_cpu or rank_and_size()[1] < 2:
         return backend, kind
     kinds = type(kind)  # accelerate's `DistributedType`
     if not accelerate_env.uses_deepspeed(os.environ) or kind != kinds.NO:
         return backend, kind
-    trial.warn(NO_CPU_RANKS)
+    call.trial.warn(NO_CPU_RANKS)
     return "gloo", kinds.MULTI_CPU

@@ -5,22 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from dsat.command.switches import OTHER_ACCUMULATION
-from dsat.in_trial.adapters.calls import Original
-from dsat.in_trial.adapters.trial import RunningTrial
+from dsat.in_trial.adapters.calls import Call
 
 
-def set_up(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+def set_up(call: Call) -> Any:
     """Count optimizer steps as the trial's engine makes them.
 
     Lightning counts them by `accumulate_grad_batches`, and so ends the training and schedules the
     learning rate. This runs before it makes the optimizer and its schedule. Read for it: lightning
     2.6.
     """
-    trainer = args[0] if args else kwargs["trainer"]
+    trial, trainer = call.trial, call.argument("trainer", 0)
     # A module that steps by itself counts by itself, and Lightning refuses accumulation there.
     if trial.config is not None and trainer.lightning_module.automatic_optimization:
         gas = int(trial.config["gradient_accumulation_steps"])
         if trainer.accumulate_grad_batches != gas:
             trial.warn(OTHER_ACCUMULATION)
         trainer.accumulate_grad_batches = gas
-    return original(*args, **kwargs)
+    return call.proceed()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from dsat.in_trial.adapters import deepspeed_calls as engine
 from dsat.in_trial.adapters import (
     determined_shim,
@@ -12,19 +14,11 @@ from dsat.in_trial.adapters import (
     trackers,
 )
 from dsat.in_trial.adapters import hf_trainer as hf
-from dsat.in_trial.adapters.calls import Adapter, Wrapper
+from dsat.in_trial.adapters.calls import Adapter
 from dsat.in_trial.adapters.trial import IN_LOCAL_TRIALS, IN_TRIALS
 
-
-def _in_trials(module: str, attribute: str, wrapper: Wrapper, versions: str = "") -> Adapter:
-    """Return a row that is inactive in a full-length run."""
-    return Adapter(module, attribute, wrapper, versions, IN_TRIALS)
-
-
-def _locally(module: str, attribute: str, wrapper: Wrapper, versions: str = "") -> Adapter:
-    """Return a row that is inactive in a full-length run and on a cluster."""
-    return Adapter(module, attribute, wrapper, versions, IN_LOCAL_TRIALS)
-
+_in_trials = functools.partial(Adapter, phases=IN_TRIALS)
+_locally = functools.partial(Adapter, phases=IN_LOCAL_TRIALS)
 
 _PYTHON = (
     Adapter("argparse", "_ActionsContainer.add_argument", launchers.add_argument),

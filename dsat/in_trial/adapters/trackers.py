@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.in_trial import config_injection
-from dsat.in_trial.adapters import calls
-from dsat.in_trial.adapters.calls import Original
-from dsat.in_trial.adapters.trial import RunningTrial
+from dsat.in_trial.adapters.calls import Call
 
 # Variables that turn trackers off. MLflow has none, so it writes into the trial's folder.
 TRACKERS_OFF: Mapping[str, str] = {
@@ -60,35 +58,31 @@ def disable_reports(arguments: dict[str, Any]) -> None:
 def log_in_trial(name: str) -> Callable[..., Any]:
     """Return a wrapper of a writer's constructor, whose first argument names a folder."""
 
-    def write_to_trial(
-        trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any
-    ) -> Any:
+    def write_to_trial(call: Call) -> Any:
         """Write to the trial's folder."""
-        assert trial.folder is not None
-        folder = str(trial.folder / "tensorboard")
-        return calls.call_with(original, name, 0, folder, args, kwargs)
+        assert call.trial.folder is not None
+        return call.replace(name, 0, str(call.trial.folder / "tensorboard")).proceed()
 
     return write_to_trial
 
 
-def connect_client(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+def connect_client(call: Call) -> Any:
     """Write to the trial's folder."""
-    assert trial.folder is not None
-    folder = _mlflow_folder(trial.folder)
-    return calls.call_with(original, "tracking_uri", 0, folder, args, kwargs)
+    assert call.trial.folder is not None
+    return call.replace("tracking_uri", 0, _mlflow_folder(call.trial.folder)).proceed()
 
 
-def set_address(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+def set_address(_: Call) -> None:
     """Do nothing: runs are written to the trial's folder."""
 
 
-def start_run(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+def start_run(call: Call) -> Any:
     """Track nothing."""
-    return original(*args, **{**kwargs, "mode": "disabled"})
+    return call.proceed_with(*call.args, **{**call.kwargs, "mode": "disabled"})
 
 
-def run_hydra(trial: RunningTrial, original: Original, _: Any, args: Any, kwargs: Any) -> Any:
+def run_hydra(call: Call) -> Any:
     """Make the output folder in the trial's."""
-    assert trial.folder is not None
-    overrides = [*kwargs["overrides"], f"hydra.run.dir={trial.folder / 'hydra'}"]
-    return original(*args, **{**kwargs, "overrides": overrides})
+    assert call.trial.folder is not None
+    overrides = [*call.kwargs["overrides"], f"hydra.run.dir={call.trial.folder / 'hydra'}"]
+    return call.proceed_with(*call.args, **{**call.kwargs, "overrides": overrides})
