@@ -28,11 +28,6 @@ def rank_and_size() -> tuple[int, int]:
     return 0, 1
 
 
-def local_rank() -> int:
-    """Return the rank among those of this host; 0 without a launcher."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
-
-
 def local_size() -> int:
     """Return the number of ranks on this host, by a launcher's or Determined's variable."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")

@@ -22,7 +22,7 @@ class Clock:
         return float(end - begin) * 1e3
 
 
-class _DeviceClock(Clock):
+class DeviceClock(Clock):
     """Marks as events on the device's current stream."""
 
     def __init__(self, accelerator: Any) -> None:
@@ -36,13 +36,6 @@ class _DeviceClock(Clock):
     def ms(self, begin: Any, end: Any) -> float:
         end.synchronize()
         return float(begin.elapsed_time(end))
-
-
-def clock_for(accelerator: Any) -> Clock:
-    """Return the clock for an accelerator."""
-    if accelerator.is_synchronized_device() or accelerator.Event is None:
-        return Clock()
-    return _DeviceClock(accelerator)
 
 
 _BACK_WITHIN_S = 20.0  # a driver frees the memory of a killed process

@@ -58,15 +58,13 @@ def spec_for_hparams(meter: MeterSpec, trial_id: int, runner_id: int) -> dict[st
     return {"id": trial_id, "spec": spec, "runner": runner_id}
 
 
-def attach(hparams: Mapping[str, Any] | None) -> Task | None:
+def attach(hparams: Mapping[str, Any]) -> Task | None:
     """Return the cluster's trial that this process is a rank of; prepare it at the first call.
 
     The hyperparameters of the local engine name no such trial. Raises InvalidTrial if a switch can
     no longer be set.
     """
     global _attached, _has_switches
-    if not hparams:
-        return _attached
     if _attached is None and hparams.get(DSAT_MODE_KEY) and DSAT_TRIAL_KEY in hparams:
         data = json.loads(hparams[DSAT_TRIAL_KEY]["spec"])
         spec = replace(MeterSpec.from_json(data), host_slots=local_size())

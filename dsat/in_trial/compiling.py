@@ -13,14 +13,10 @@ def count_frames() -> int:
     return 0 if utils is None else int(utils.counters["frames"]["total"])
 
 
-def is_compiled(module: Any) -> bool:
-    """Return whether a module is compiled as a whole, by its own method or by `torch.compile`."""
-    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
-
-
 def uncompiled_parts(module: Any) -> Iterator[Any]:
     """Yield a module and the parts of it that are neither compiled nor inside a compiled one."""
-    if not is_compiled(module):
+    is_compiled = getattr(module, "_compiled_call_impl", None) is not None  # by its own method
+    if not (is_compiled or hasattr(module, "_orig_mod")):  # by `torch.compile`
         yield module
         for part in module.children():
             yield from uncompiled_parts(part)

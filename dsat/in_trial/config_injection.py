@@ -107,7 +107,7 @@ def passed_config(arguments: Mapping[str, Any]) -> Passed | None:
     if bool(found) == (of_args is not None):
         return None
     name, value = found[0] if found else (_BY_ATTRIBUTE, of_args)
-    content = _content(value)
+    content = read_config(value)
     return None if content is None else Passed(name, content)
 
 
@@ -173,7 +173,8 @@ def _names_what_to_train(arguments: Mapping[str, Any]) -> bool:
     return any(arguments.get(name) is not None for name in ("optimizer", "model_parameters"))
 
 
-def _content(value: Any) -> dict[str, Any] | None:
+def read_config(value: Any) -> dict[str, Any] | None:
+    """Read a configuration of the script, a dict or a file; None if it is unreadable."""
     if isinstance(value, dict):
         return value
     try:

@@ -177,15 +177,13 @@ def is_in_backward() -> bool:
 
 
 def _numbers(values: Sequence[Any]) -> list[float | None]:
-    """Return tensors, numbers or None as floats; waits for the device once."""
+    """Return scalar tensors or None as floats; waits for the device once."""
     import torch
 
-    tensors = [value.reshape(()).float() for value in values if isinstance(value, torch.Tensor)]
-    fetched = iter(
-        torch.stack([t.to(tensors[0].device) for t in tensors]).tolist() if tensors else []
-    )
-    found = [next(fetched) if isinstance(value, torch.Tensor) else value for value in values]
-    return [None if value is None else float(value) for value in found]
+    tensors = [value for value in values if value is not None]
+    stacked = [tensor.to(tensors[0].device) for tensor in tensors]
+    fetched = iter(torch.stack(stacked).tolist() if stacked else [])
+    return [None if value is None else next(fetched) for value in values]
 
 
 def _rounded(value: float | None) -> float | None:

@@ -18,7 +18,7 @@ from dsat.in_trial import config_injection, failures, loaders
 from dsat.in_trial.adapters import install as adapters
 from dsat.in_trial.adapters.calls import Call
 from dsat.in_trial.adapters.trial import TRIAL, Phase
-from dsat.in_trial.agreement import Ranks, local_rank, rank_and_size
+from dsat.in_trial.agreement import Ranks, rank_and_size
 from dsat.in_trial.clocks import ProcessMemory, limit_allocator, wait_for_memory
 from dsat.in_trial.conformance import check_arguments, check_engine
 from dsat.in_trial.losses import LossWatch, is_training
@@ -27,6 +27,8 @@ from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.profiler import device_name
 from dsat.in_trial.step_recorder import StepMarks, StepRecorder
 from dsat.values.outcome import Outcome, OutcomeKind
+
+NO_ENGINE = "the script ended without calling deepspeed.initialize with an optimizer"
 
 
 class TrialComplete(SystemExit):
@@ -50,7 +52,7 @@ def install(spec: MeterSpec, on_complete: Callable[[Outcome], None]) -> Meter:
     def begin(arguments: dict[str, Any]) -> None:
         meter.device_name = ""
         check_arguments(arguments, spec.slots)
-        device = local_rank()  # which DeepSpeed is going to use
+        device = int(os.environ.get("LOCAL_RANK", "0"))  # which DeepSpeed is going to use
         wait_for_memory(get_accelerator(), device)
         meter.device_name = device_name(get_accelerator(), device)
         limit_allocator(get_accelerator(), spec.options.slot_memory_bytes, device)
@@ -107,9 +109,7 @@ class Meter:
     def shortfall(self) -> InvalidTrial:
         """Reason why nothing was measured before the script's end."""
         if not self.has_trainable_engine:
-            return InvalidTrial(
-                "the script ended without calling deepspeed.initialize with an optimizer"
-            )
+            return InvalidTrial(NO_ENGINE)
         spec = self.spec
         _, fed = loaders.samples(spec.micro_batch, self.steps_seen * spec.gas)
         most = fed // max(1, spec.options.end_step * spec.gas)

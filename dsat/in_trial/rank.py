@@ -206,8 +206,7 @@ class Rank:
         if self._server is not None:
             self._server.failed(None)
         if self._meter is None:
-            problem = "the script ended without calling deepspeed.initialize with an optimizer"
-            self._end(failures.outcome(InvalidTrial(problem)))
+            self._end(failures.outcome(InvalidTrial(meter.NO_ENGINE)))
         else:
             self._end(self._meter.finish())
 

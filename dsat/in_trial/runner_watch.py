@@ -11,6 +11,7 @@ import os
 import threading
 import time
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 _EVERY_S = 10.0
@@ -23,14 +24,14 @@ _OPEN = ("ACTIVE", "QUEUED", "PULLING", "STARTING", "RUNNING")
 _log = logging.getLogger(__name__)
 
 
+@dataclass
 class RunnerWatch:
     """Watch of a trial's search runner, by the ID of its experiment, through a `Master`."""
 
-    def __init__(self, master: Any, *, runner_id: int, experiment_id: int, trial_id: int) -> None:
-        self._master = master
-        self._runner_id = runner_id
-        self._experiment_id = experiment_id
-        self._trial_id = trial_id
+    master: Any
+    runner_id: int
+    experiment_id: int
+    trial_id: int
 
     def start(self) -> None:
         """Poll the runner periodically in a thread."""
@@ -39,15 +40,15 @@ class RunnerWatch:
     def look(self) -> str:
         """Return the runner's state, empty if unknown; end the experiment if it is gone."""
         try:
-            state = str(self._master.experiment_state(self._runner_id))
+            state = str(self.master.experiment_state(self.runner_id))
             if state in _GONE:
                 print(
-                    f"[dsat] the search runner, experiment {self._runner_id}, is gone "
-                    f"({state.lower()}): ending experiment {self._experiment_id}, whose trials "
+                    f"[dsat] the search runner, experiment {self.runner_id}, is gone "
+                    f"({state.lower()}): ending experiment {self.experiment_id}, whose trials "
                     "would otherwise run on",
                     flush=True,
                 )
-                self._master.kill_experiment(self._experiment_id)
+                self.master.kill_experiment(self.experiment_id)
         except OSError as error:
             _log.info("the master does not answer (%s)", error)
             return ""
@@ -66,7 +67,7 @@ class RunnerWatch:
 
     def _is_closed(self) -> bool:
         try:
-            return self._master.trial_state(self._trial_id) not in _OPEN
+            return self.master.trial_state(self.trial_id) not in _OPEN
         except OSError as error:
             _log.info("the master does not answer (%s)", error)
             return False

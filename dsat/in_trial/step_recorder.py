@@ -12,7 +12,7 @@ from dsat.in_trial.adapters.calls import Call
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.batches import BatchCounter, Fed
-from dsat.in_trial.clocks import Clock, MemoryWatch, ProcessMemory, clock_for
+from dsat.in_trial.clocks import Clock, DeviceClock, MemoryWatch, ProcessMemory
 from dsat.in_trial.losses import LossWatch, is_in_backward, is_training
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.profiler import ModelProfiler
@@ -127,7 +127,8 @@ class StepRecorder:
         self._forward_began: Any = None
         self._frames = compiling.count_frames()
         self.notes_memory = True
-        self.clock = clock_for(accelerator)
+        has_events = not accelerator.is_synchronized_device() and accelerator.Event is not None
+        self.clock = DeviceClock(accelerator) if has_events else Clock()
         self.memory = MemoryWatch(accelerator, before)
         self.memory.note("init")
         self.losses = LossWatch(

@@ -72,14 +72,12 @@ def available(call: Call) -> int:
     By that, ZeRO decides whether parameters are flattened on the device or on the host
     (deepspeed/runtime/zero/stage_1_and_2.py, 0.19.8).
     """
-    trial, free_bytes = call.trial, int(call.proceed())
-    if trial.is_simulated or trial.meter is None:
-        return free_bytes
-    limit_bytes: int | None = trial.meter.spec.options.slot_memory_bytes
+    free_bytes, meter = int(call.proceed()), call.trial.meter
+    limit_bytes = None if meter is None else meter.spec.options.slot_memory_bytes
     if limit_bytes is None:
         return free_bytes
     index = call.argument("device_index", 0)
-    return min(free_bytes, limit_bytes - int(call.owner.memory_allocated(index)))
+    return min(free_bytes, int(limit_bytes - call.owner.memory_allocated(index)))
 
 
 def measure(phase: str) -> Callable[..., Any]:
