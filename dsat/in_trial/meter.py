@@ -126,7 +126,7 @@ class Meter:
         try:
             if self._measurement is not None and self._failed is None:
                 self._measurement.finish()
-        except InvalidTrial as error:
+        except DsatError as error:
             return failures.outcome(error)
         except RuntimeError as error:  # the script has already ended its process group
             print(f"dsat: nothing more can be measured: {error}", file=sys.stderr)

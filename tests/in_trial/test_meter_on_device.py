@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
+from dsat.values.outcome import OutcomeKind
 from testing.metered import (
     OPTIONS,
     Clock,
@@ -110,6 +112,16 @@ def test_a_script_that_ends_before_the_device_is_warm_is_measured_by_its_last_st
     assert metrics.latency == pytest.approx(9)
     assert any("after 30 optimizer steps, before its device" in w for w in told.warnings)
     assert meter.at_its_end() is told
+
+
+def test_a_script_that_diverges_before_the_device_is_warm_has_diverged(device: Device) -> None:
+    engine = FakeEngine(device.clock)
+    meter = attach(engine)
+    for _ in range(10):
+        engine.backward(torch.tensor(math.nan))
+        engine.step()
+    assert meter.outcome is None
+    assert meter.at_its_end().kind is OutcomeKind.DIVERGED
 
 
 @pytest.mark.parametrize(
