@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsat.errors import InvalidTrial
 from dsat.in_trial.adapters.trial import TRIAL
+from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values.outcome import SequenceLengths
 
 if TYPE_CHECKING:
@@ -90,27 +91,17 @@ class BatchCounter:
     are several for pairs of texts, or else the model's first input. Elements that an
     `attention_mask` of the same shape masks do not count.
 
-    Args:
-        own: micro batch of the user's own configuration; None if unknown.
-        known: dimension of the samples by tensor's place, from the profile trial.
-        fed_before: `fed_instead` of the profile trial.
-
     Attributes:
         dimensions: dimension of the samples by place, where the first call is unambiguous.
         warning: about the first call; None if it was counted.
     """
 
-    def __init__(
-        self,
-        micro_batch: int,
-        own: int | None = None,
-        known: Mapping[str, int] | None = None,
-        fed_before: Mapping[str, int] | None = None,
-    ) -> None:
-        self._micro_batch = micro_batch
-        self._own = own
-        self._known = known or {}
-        self._fed_before = fed_before or {}
+    def __init__(self, spec: MeterSpec) -> None:
+        self._micro_batch = spec.micro_batch
+        self._own = spec.options.own_micro_batch
+        self._known = spec.batch_dimensions  # of the profile trial
+        self._fed_before = spec.fed_instead  # in the profile trial
+        self._parts = spec.parallelism.sequence  # of a sequence; each device has one
         self._carriers: dict[str, int] | None = None  # dimension of the samples by place
         self._finder = LeafFinder()
         self._lengths: list[int] = []
@@ -136,15 +127,16 @@ class BatchCounter:
         )
 
     def lengths(
-        self, module: Any, maximum: Callable[[list[float]], list[float]], *, parts: int = 1
+        self, module: Any, maximum: Callable[[list[float]], list[float]]
     ) -> SequenceLengths | None:
-        """Return the lengths of sequences, shared by `parts` devices; a collective call."""
+        """Return the lengths of whole sequences; a collective call."""
         own = [-math.inf, 0.0, 0.0]
         if self._lengths:
             own = [-min(self._lengths), max(self._lengths), float(longest_of(module))]
         shortest, longest, most = maximum(own)
         if not longest:
             return None
+        parts = self._parts
         return SequenceLengths(
             round(-shortest) * parts, round(longest) * parts, round(most) or None
         )

@@ -14,10 +14,10 @@ from typing import Any
 class GradientNorm:
     """Norm of the first step's gradients of an engine."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, *, is_known: bool) -> None:
         self._engine = engine
         self._norm: Any = None
-        self._is_over = False
+        self._is_over = not is_known
 
     def before_step(self) -> None:
         """Compute the norm in stage 0, before the step clears the gradients."""

@@ -15,7 +15,9 @@ from typing import Any
 from dsat.errors import Diverged
 from dsat.in_trial import pairs, precision
 from dsat.in_trial.gradient_norm import GradientNorm
+from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values.outcome import TrainingCurve
+from dsat.values.parallelism import DATA_ONLY
 
 FIRST_STEPS, LAST_STEPS = 32, 8  # kept of a curve
 _LOST_STEPS = 3  # skipped in a row without a finite loss: one overflow is an accident
@@ -42,17 +44,14 @@ class _Step:
 
 
 class LossWatch:
-    """Records the losses of `engine.backward(loss)`, or of the script's own `loss.backward()`.
+    """Records the losses of `engine.backward(loss)`, or of the script's own `loss.backward()`."""
 
-    Args:
-        is_whole: whether each rank has the whole model, or an equal share of each parameter.
-        micro_batch: samples of the first loss, to recognise one over pairs; 0 to skip that.
-    """
-
-    def __init__(self, engine: Any, *, is_whole: bool = True, micro_batch: int = 0) -> None:
+    def __init__(self, engine: Any, spec: MeterSpec) -> None:
         self._engine = engine
-        self._gradients = GradientNorm(engine) if is_whole else None
-        self._micro_batch = micro_batch
+        # Where each rank has the whole model, or an equal share of each parameter.
+        self._gradients = GradientNorm(engine, is_known=spec.parallelism == DATA_ONLY)
+        # Samples of the first loss, to recognise one over pairs; 0 once that is done.
+        self._micro_batch = spec.micro_batch if spec.profile else 0
         self._compares_samples = False
         self._ignoring = 0
         self._scaled: tuple[Any, Any] = (None, None)  # a loss that fp16 has scaled, and itself
@@ -96,14 +95,12 @@ class LossWatch:
 
     def begin_step(self) -> None:
         """Read gradients before the engine's `step`, which may clear them."""
-        if self._gradients is not None:
-            self._gradients.before_step()
+        self._gradients.before_step()
 
     def end_step(self, *, micro_steps: int, applied: bool) -> None:
         self._steps.append(_Step(self._sum, micro_steps or self.count, applied))
         self._sum, self.count = None, 0
-        if self._gradients is not None:
-            self._gradients.after_step(skipped=not applied)
+        self._gradients.after_step(skipped=not applied)
 
     def read(self, mean_over_ranks: Callable[[list[float]], list[float]]) -> None:
         """Read the losses of new steps; a collective call."""
@@ -130,7 +127,7 @@ class LossWatch:
             losses=tuple(_rounded(self._steps[i].loss) for i in kept),
             skipped=tuple(i + 1 for i in kept if not self._steps[i].applied),
             precision=precision.find(self._engine),
-            gradient_norm=None if self._gradients is None else self._gradients.value(),
+            gradient_norm=self._gradients.value(),
             compares_samples=self._compares_samples,
             deepspeed_version=str(getattr(sys.modules.get("deepspeed"), "__version__", "")),
         )

@@ -288,8 +288,8 @@ class Measurement:
         # The slots of a tensor-parallel group see the same tokens, those of a sequence others.
         readers = spec.slots / spec.parallelism.tensor
         tokens_per_second = sum(step.tokens for step in kept) * readers / taken_s
-        profiler = self._recorder.profiler
-        flops = profiler.flops_per_sample if profiler else spec.flops_per_sample
+        counted = self._recorder.profiler.flops_per_sample
+        flops = counted if spec.profile else spec.flops_per_sample
         phases = {
             phase: sum(step.ms[1 + k] for step in kept) / count for k, phase in enumerate(PHASES)
         }
@@ -317,7 +317,7 @@ class Measurement:
             tokens_error=tokens_error(steps),
         )
         warnings = [*self._warnings, *([HOST_ACCIDENTS] if accidents else [])]
-        observed = self._recorder.observed(self._ranks, self._spec)
+        observed = self._recorder.observed(self._ranks)
         observed["training"] = replace(observed["training"], facts=facts)
         if observed["profile"] is not None and metrics.data < _WAITS * metrics.latency:
             switches = {n: s for n, s in observed["profile"].switches.items() if n != WORKERS}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from dsat.in_trial import config_injection, losses
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.agreement import local_size
+from dsat.in_trial.batches import BatchCounter
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values import host_limits
 from dsat.values.outcome import ModelProfile, OwnOptimizer
@@ -25,7 +26,7 @@ _BY_ELEMENT = """
 
 
 class ModelProfiler:
-    """Counts parameters, FLOPs and activations in the first micro step.
+    """Counts parameters, FLOPs and activations in the first micro step, if a trial profiles.
 
     Attributes:
         flops_per_sample: forward and backward, without recomputation; 0 until they are counted.
@@ -34,9 +35,9 @@ class ModelProfiler:
     def __init__(self, engine: Any, spec: MeterSpec) -> None:
         self._engine = engine
         self._spec = spec
-        self._flops = _count_flops()
+        self._flops: Any = None
         self._counting = False
-        self._done = False
+        self._done = not spec.profile
         self._storages: dict[int, int] = {}
         self._hooks: Any = None
         self.flops_per_sample = 0.0
@@ -46,7 +47,7 @@ class ModelProfiler:
 
         if self._done or self._counting:
             return
-        self._counting = True
+        self._counting, self._flops = True, _count_flops()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self._flops.__enter__()
         self._hooks.__enter__()
@@ -73,9 +74,11 @@ class ModelProfiler:
             self._storages.update(_storages_of(tensor))
         return tensor
 
-    def result(self) -> ModelProfile:
+    def result(self, counter: BatchCounter) -> ModelProfile | None:
         from deepspeed.accelerator import get_accelerator
 
+        if not self._spec.profile:
+            return None
         accelerator = get_accelerator()
         of_host = _part_of_host(local_size())
         storages = [0, *self._storages.values()]
@@ -89,6 +92,8 @@ class ModelProfiler:
             activation_bytes_per_sample=sum(storages) // self._spec.micro_batch,
             largest_activation_bytes_per_sample=max(storages) // self._spec.micro_batch,
             flops_per_sample=self.flops_per_sample,
+            batch_dimensions=counter.dimensions,
+            fed_instead=counter.fed_instead,
             switches={} if TRIAL.trainer is None else dict(TRIAL.trainer.switches.found),
             slot_memory_bytes=self._slot_memory(accelerator),
             host_memory_bytes=0 if accelerator.is_synchronized_device() else of_host,

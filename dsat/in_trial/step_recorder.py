@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from dsat.in_trial import compiling, loaders
@@ -16,7 +16,6 @@ from dsat.in_trial.clocks import Clock, DeviceClock, MemoryWatch, ProcessMemory
 from dsat.in_trial.losses import LossWatch, is_in_backward, is_training
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.profiler import ModelProfiler
-from dsat.values.parallelism import DATA_ONLY
 
 PHASES = ("forward", "backward", "step")
 
@@ -131,15 +130,9 @@ class StepRecorder:
         self.clock = DeviceClock(accelerator) if has_events else Clock()
         self.memory = MemoryWatch(accelerator, before)
         self.memory.note("init")
-        self.losses = LossWatch(
-            engine,
-            is_whole=spec.parallelism == DATA_ONLY,
-            micro_batch=spec.micro_batch if spec.profile else 0,
-        )
-        self.counter = BatchCounter(
-            spec.micro_batch, spec.options.own_micro_batch, spec.batch_dimensions, spec.fed_instead
-        )
-        self.profiler = ModelProfiler(engine, spec) if spec.profile else None
+        self.losses = LossWatch(engine, spec)
+        self.counter = BatchCounter(spec)
+        self.profiler = ModelProfiler(engine, spec)
         self.marks = StepMarks(begin=self.clock.mark())
 
     @property
@@ -166,14 +159,12 @@ class StepRecorder:
             result = call.proceed()
         finally:
             self._in_forward = False
-            if self.profiler is not None:
-                self.profiler.leave_forward()
+            self.profiler.leave_forward()
         self._end_forward()
         return result
 
     def backward(self, call: Call) -> Any:
-        if self.profiler is not None:
-            self.profiler.leave_forward()
+        self.profiler.leave_forward()
         scaled_by_script = call.kwargs.get("scale_wrt_gas") is False
         self.losses.add_engine_loss(call.argument("loss", 0), scaled_by_script=scaled_by_script)
         begin = self._begin_phase()
@@ -187,9 +178,8 @@ class StepRecorder:
         """Call the engine's `step`, which makes an optimizer step or only counts a micro step."""
         engine = self._engine
         self.marks.losses = self.losses.count
-        if self.profiler is not None:
-            self.profiler.leave_forward()
-            self.profiler.finish_micro_steps(self.marks.micro_steps or 1)
+        self.profiler.leave_forward()
+        self.profiler.finish_micro_steps(self.marks.micro_steps or 1)
         skipped_before, steps_before = engine.skipped_steps, engine.global_steps
         self._close_backward()
         self.losses.begin_step()
@@ -198,7 +188,7 @@ class StepRecorder:
         end = self._end_phase("step", begin)
         if engine.global_steps > steps_before:
             self._end_optimizer_step(end, skipped=engine.skipped_steps > skipped_before)
-        if self.profiler is not None and not self._calls_engine:
+        if not self._calls_engine:
             self.profiler.enter_forward()  # of whatever the script calls until its next loss
         return result
 
@@ -226,21 +216,15 @@ class StepRecorder:
         module.register_forward_hook(_Hook(lambda *_: self._end_forward()))
         self._calls_engine = False
 
-    def observed(self, ranks: Ranks, spec: MeterSpec) -> dict[str, Any]:
+    def observed(self, ranks: Ranks) -> dict[str, Any]:
         """Return fields of an `Outcome` besides the times; a collective call."""
         self.memory.note_measured_steps()
-        profile = None if self.profiler is None else self.profiler.result()
-        if profile is not None:
-            dimensions, fed_instead = self.counter.dimensions, self.counter.fed_instead
-            profile = replace(profile, batch_dimensions=dimensions, fed_instead=fed_instead)
         return {
             "memory": self.memory.over_ranks(ranks.maximum),
-            "profile": profile,
+            "profile": self.profiler.result(self.counter),
             "training": self.losses.curve(),
             "fixed_batch": self.counter.fixed_batch,
-            "sequences": self.counter.lengths(
-                self._engine.module, ranks.maximum, parts=spec.parallelism.sequence
-            ),
+            "sequences": self.counter.lengths(self._engine.module, ranks.maximum),
         }
 
     def _begin_forward(self, args: Any, kwargs: Any) -> None:
@@ -248,7 +232,7 @@ class StepRecorder:
         self.marks.calls.append(self.counter.count([*args, kwargs]))
         if self.counter.warning is not None:
             TRIAL.warn(self.counter.warning)
-        if self.profiler is not None and self._calls_engine:
+        if self._calls_engine:
             self.profiler.enter_forward()
         self._forward_began = self._begin_phase()
 
