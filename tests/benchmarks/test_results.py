@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks import native, replay, winners_curse
@@ -10,6 +12,8 @@ from benchmarks.native import Tuned
 from benchmarks.replay import Episode, Summary
 from benchmarks.winners_curse import Result, Row
 from tests.benchmarks.conftest import config_of
+
+ROOT = Path(__file__).parents[2]
 
 
 def _episode(tuner: str, *values: float | None, seed: int = 0, oom: int = 0) -> Episode:
@@ -76,3 +80,16 @@ def test_the_native_autotuner_is_compared_by_wall_time_and_by_one_stopwatch() ->
     for wall_s, throughput, met in ((32.0, 3.0, True), (16.0, 3.2, False)):
         theirs = Tuned("deepspeed", wall_s, 8, config, (throughput,))
         assert [bar.met for bar in native.bars(16, ours, theirs)] == [met, met]
+
+
+def test_the_page_of_costs_has_the_figures_of_the_replay() -> None:
+    hours: dict[str, list[str]] = {}
+    for line in (ROOT / "benchmarks" / "RESULTS.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] in ("dsat model", "dsat asha") and len(cells) == 14:
+            hours.setdefault(cells[0], []).append(f"{float(cells[12]) / 3600:.1f}")
+    page = (ROOT / "docs" / "cost.md").read_text()
+    rows = re.findall(r"^\| .* GiB \|.*\| ([\d.]+) \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert len(rows) == 8
+    for model, asha in rows:
+        assert (model, asha) in zip(hours["dsat model"], hours["dsat asha"], strict=True)
