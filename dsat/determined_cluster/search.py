@@ -59,7 +59,6 @@ class ClusterSearch:
             job.plan,
             self.journal,
             info=job.info,
-            events=[dict(event) for event in events],
             clock=clock,
             time_of_day=clock,
             last_event_s=_last_event_s(events),

@@ -32,20 +32,17 @@ class Tuner:
     changes a decision.
 
     Args:
-        plan: what to tune. It must agree with the plan in `events`, except for the number of trials
-            and the finals.
-        events: journal of an earlier tuner, to continue from.
+        plan: what to tune. It must agree with the plan in the journal, except for the number of
+            trials and the finals.
+        journal: continued if it has events of an earlier tuner.
+        earlier: trials of earlier runs, which are used again.
         clock: seconds, monotonic; for displayed durations alone.
         time_of_day: seconds since the epoch, for dates of events; None for no dates.
         last_event_s: time of the last event, or of the command's start, by `clock`; None for the
             present.
 
-    Attributes:
-        plan: what to tune. It must agree with the plan in `events`, except for the number of trials
-            and the finals.
-
     Raises:
-        JournalMismatch: the plan in `events` is another one.
+        JournalMismatch: the plan in the journal is another one.
         JournalError: an event is damaged, or does not fit those before it.
     """
 
@@ -55,19 +52,19 @@ class Tuner:
         journal: Journal | MemoryJournal,
         *,
         info: Mapping[str, Any] | None = None,
-        events: Sequence[Mapping[str, Any]] = (),
+        earlier: Sequence[Measured] = (),
         clock: Callable[[], float] = time.monotonic,
         time_of_day: Callable[[], float] | None = None,
         last_event_s: float | None = None,
     ) -> None:
-        self.plan = _continued(plan, events)
+        self.plan = _continued(plan, journal.events)
         self.decisions = Decisions(self.plan)
         self._journal = journal
-        self._earlier: Sequence[Measured] = ()
+        self._earlier = earlier
         self._clock = clock
         self._time_of_day = time_of_day
         self._last_event_s = clock() if last_event_s is None else last_event_s
-        for number, line in enumerate(events, start=1):
+        for number, line in enumerate(journal.events, start=1):
             with journaled.raise_as_corrupt_journal(number):
                 self.decisions.apply(journaled.event_of(line))
         self._continue(plan, info or {})
@@ -102,14 +99,9 @@ class Tuner:
                 break
         return trials
 
-    def reuse(self, earlier: Sequence[Measured]) -> None:
-        """Use the trials of earlier runs."""
-        self._earlier = earlier
-
     def _reuse_earlier(self) -> None:
         """Enter trials that earlier runs measured already."""
-        is_last = False
-        while self._earlier and not is_last:
+        while self._earlier:
             is_last = self.decisions.search_began
             reused = False
             for trial, measured in self.decisions.find_reusable(self._earlier):
@@ -117,10 +109,10 @@ class Tuner:
                 event |= {"outcome": measured.outcome, "neighbours": measured.neighbours}
                 self._append(event)
                 reused = True
-            if not reused and not is_last:
+            if is_last:
+                self._earlier = ()
+            elif not reused:
                 return
-        if is_last:
-            self._earlier = ()
 
     @property
     def finished(self) -> bool:

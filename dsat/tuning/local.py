@@ -63,8 +63,14 @@ class LocalSearch:
                 _log.info(
                     "ended %d processes left over from an earlier run in this folder", len(ended)
                 )
-            self._tuner = _tuner(ready, self.folder, opened)
-            self._tuner.reuse(history.reusable_trials(earlier, ready.plan, ready.info))
+            self._tuner = Tuner(
+                ready.plan,
+                opened.enter_context(Journal(self.folder / FILE_NAME)),
+                info=ready.info,
+                earlier=history.reusable_trials(earlier, ready.plan, ready.info),
+                time_of_day=time.time,
+                last_event_s=ready.began_s,
+            )
             self._opened = opened.pop_all()
         self.run = self._tuner.run
         self.ready = ready.after(self.run)
@@ -134,18 +140,6 @@ class LocalSearch:
         if not isinstance(self._engine, LocalEngine):
             raise UserInputError("needs the local engine", where="--run-full-experiment")
         _train(self._engine, best)
-
-
-def _tuner(ready: Prepared, folder: Path, opened: contextlib.ExitStack) -> Tuner:
-    journal = opened.enter_context(Journal(folder / FILE_NAME))
-    return Tuner(
-        ready.plan,
-        journal,
-        info=ready.info,
-        events=journal.events,
-        time_of_day=time.time,
-        last_event_s=ready.began_s,
-    )
 
 
 def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:

@@ -46,8 +46,7 @@ def run(
         launched.append(trial)
         return measured(trial)
 
-    tuner = Tuner(plan, MemoryJournal())
-    tuner.reuse(reusable_trials(earlier, plan, {}))
+    tuner = Tuner(plan, MemoryJournal(), earlier=reusable_trials(earlier, plan, {}))
     drive(tuner, SimulatedEngine(outcome_of, num_slots=1), max_concurrent_trials=1)
     return tuner.run, launched
 
@@ -109,8 +108,7 @@ def test_trials_outside_of_the_new_space_are_left_out() -> None:
 def test_a_resumed_run_keeps_what_it_reused() -> None:
     first, _ = run(PLAN)
     journal = MemoryJournal()
-    tuner = Tuner(PLAN, journal)
-    tuner.reuse(reusable_trials([first], PLAN, {}))
+    tuner = Tuner(PLAN, journal, earlier=reusable_trials([first], PLAN, {}))
     tuner.next_trials(1)
-    again = Tuner(PLAN, MemoryJournal(journal.events), events=journal.events)
+    again = Tuner(PLAN, MemoryJournal(journal.events))
     assert again.run.earlier == tuner.run.earlier != set()
