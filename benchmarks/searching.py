@@ -48,8 +48,8 @@ def search(
     """
     tuner, slots = Tuner(plan, MemoryJournal()), plan.slots_per_trial
     engine = SimulatedEngine(outcome_of, num_slots=concurrent * slots, slots_per_trial=slots)
-    survey = None if basis is None else lambda _: basis
-    drive(tuner, engine, max_concurrent_trials=concurrent, survey=survey)
+    survey = None if basis is None else lambda: basis
+    drive(tuner, engine, survey=survey)
     return tuner.run
 
 

@@ -18,8 +18,7 @@ from dsat.show import summary, terminal
 from dsat.show.live import LiveView
 from dsat.show.view import RunView
 from dsat.tuning import train_command
-from dsat.tuning.local import LocalSearch
-from dsat.tuning.observers import TRIALS
+from dsat.tuning.local import TRIALS, LocalSearch
 from dsat.tuning.preparation import Prepared
 from dsat.values.text import (
     MOST_OF_A_LOG,

@@ -38,43 +38,40 @@ def drive(
     observers: Sequence[Observer] = (),
     *,
     max_slots: int | None = None,
-    max_concurrent_trials: int,
-    survey: Callable[[Tuner], Basis] | None = None,
+    survey: Callable[[], Basis] | None = None,
 ) -> None:
     """Run trials until the tuner is finished.
 
     Trials that were interrupted, and so have no outcome, are run again first.
 
     Args:
-        max_slots: limit on the engine's devices in use.
+        max_slots: limit on the engine's devices in use; None for all that it has.
         survey: finds the basis of memory predictions, if the tuner waits for it.
     """
     run, per_trial = tuner.run, tuner.plan.slots_per_trial
-    most = max_concurrent_trials * per_trial
-    most = most if max_slots is None else min(most, max_slots)
     left_over = run.running
-    launched: set[int] = set()
     is_announced = False
     while not tuner.finished:
         if tuner.decisions.needs_memory_basis:
             assert survey is not None
-            tuner.set_memory_basis(survey(tuner))
+            tuner.set_memory_basis(survey())
         if tuner.decisions.search_began and not is_announced:
             for observer in observers:
                 observer.began(run, tuner.decisions.forecast)
             is_announced = True
-        # There are fewer slots once a device has failed.
-        free = min(engine.num_slots, most) - len(launched) * per_trial
+        usable = engine.num_slots  # fewer once a device has failed
+        if max_slots is not None:
+            usable = min(usable, max_slots)
+        free = usable - (len(run.running) - len(left_over)) * per_trial
         while left_over and free >= per_trial:
-            _launch(engine, observers, run, left_over.pop(0), launched)
+            _launch(engine, observers, run, left_over.pop(0))
             free -= per_trial
         if not left_over:
             for trial in tuner.next_trials(free):
-                _launch(engine, observers, run, trial, launched)
+                _launch(engine, observers, run, trial)
         if tuner.finished:
             break
         for trial_id, outcome in engine.poll(_POLL_S):
-            launched.discard(trial_id)
             tuner.record(trial_id, outcome)
             for observer in observers:
                 observer.ended(run, run.trials[trial_id], outcome)
@@ -83,10 +80,7 @@ def drive(
     tuner.stop()
 
 
-def _launch(
-    engine: Engine, observers: Sequence[Observer], run: Run, trial: Trial, launched: set[int]
-) -> None:
+def _launch(engine: Engine, observers: Sequence[Observer], run: Run, trial: Trial) -> None:
     engine.launch(trial)
-    launched.add(trial.id)
     for observer in observers:
         observer.started(run, trial)

@@ -59,5 +59,5 @@ def plan_to_json(ready: Prepared) -> dict[str, Any]:
 
 
 def _first_trial(ready: Prepared) -> Trial:
-    tuner = Tuner(ready.plan, MemoryJournal(), info=ready.info)
-    return tuner.next_trials(ready.num_slots)[0]
+    [trial] = Tuner(ready.plan, MemoryJournal()).next_trials(ready.plan.slots_per_trial)
+    return trial

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,16 +23,20 @@ from dsat.run.loop import Observer, drive
 from dsat.run.profile_phase import name_of_trial
 from dsat.run.run import Run
 from dsat.run.tuner import Tuner
-from dsat.show.log_lines import Narrator
+from dsat.show import page, summary
+from dsat.show.log_lines import Kind, Narrator
+from dsat.show.view import RunView
 from dsat.simulation import anchors
-from dsat.tuning import run_folders
-from dsat.tuning.observers import FileKeeper, log_line, write_files
+from dsat.tuning import autotuner_files, run_folders, train_command
 from dsat.tuning.preparation import Prepared
 from dsat.values.format import count
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 
 _log = logging.getLogger(__name__)
+TRIALS = "dsat.trials"  # the logger of trials, which a table may show instead
+_log_of_trials = logging.getLogger(TRIALS)
+_PAGE_EVERY_S = 30.0
 # Makes an engine for a run, whose files are in the folder.
 EngineFactory = Callable[[Prepared, Path], Engine]
 # Engines besides dsat's own, by the names that `Settings.engine` may have.
@@ -98,21 +101,42 @@ class LocalSearch:
                 if self._engine is not None:
                     self._engine.close()
                 self._tuner.pause()
-        write_files(self.ready, self.run, self.folder)
+        _write_files(self.ready, self.run, self.folder)
 
     def _drive(self, observers: Sequence[Observer]) -> None:
-        ready = self.ready
-        make_engine = ENGINES.get(ready.settings.engine, local_engine)
+        ready, settings = self.ready, self.ready.settings
+        at_once = settings.max_concurrent_trials * ready.plan.slots_per_trial
+        make_engine = ENGINES.get(settings.engine, local_engine)
         self._engine = make_engine(ready, self.folder)
         self._opened.callback(self._engine.close)
         drive(
             self._tuner,
             self._engine,
-            [FileKeeper(ready, self.folder), Narrator(log_line), *observers],
-            max_slots=ready.settings.max_slots,
-            max_concurrent_trials=ready.settings.max_concurrent_trials,
-            survey=functools.partial(_survey, ready, self._engine),
+            [_FileKeeper(ready, self.folder), Narrator(_log_line), *observers],
+            max_slots=min(at_once, settings.max_slots or at_once),
+            survey=self._survey,
         )
+
+    def _survey(self) -> Basis:
+        """Return the basis of memory predictions: simulations where possible."""
+        ready, engine, profile = self.ready, self._engine, self.run.profile
+        assert profile is not None
+        if not isinstance(engine, LocalEngine):
+            why_not = "only the local engine simulates a script"
+        elif engine.needs_command:
+            why_not = "a script is simulated only where its ranks can be started by themselves"
+        elif not ready.hosts[0].is_here:
+            why_not = "a script is simulated only where dsat runs on one of the trials' hosts"
+        else:
+            return anchors.of_run(
+                engine,
+                ready.plan,
+                profile,
+                self._tuner.decisions.reference_configs(),
+                as_cpu=ready.machine.is_cpu,
+                say=_log.info,
+            )
+        return Basis.of_profile(profile, ready.plan.switches, note=why_not)
 
     def _has_work(self) -> bool:
         if not self._tuner.finished:
@@ -140,6 +164,42 @@ class LocalSearch:
         if not isinstance(self._engine, LocalEngine):
             raise UserInputError("needs the local engine", where="--run-full-experiment")
         _train(self._engine, best)
+
+
+def _log_line(kind: Kind, text: str) -> None:
+    log = _log_of_trials if kind is Kind.TRIAL else _log
+    log.log(logging.WARNING if kind is Kind.WARNING else logging.INFO, "%s", text)
+
+
+class _FileKeeper(Observer):
+    """Update result files at a new best, and the report every 30 s."""
+
+    def __init__(self, ready: Prepared, folder: Path) -> None:
+        self._ready = ready
+        self._folder = folder
+        self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
+
+    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
+        is_due = time.monotonic() >= self._page_is_due_s
+        if is_due:
+            self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
+        if trial is run.best or is_due:
+            _write_files(self._ready, run, self._folder, with_page=is_due)
+
+
+def _write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = True) -> None:
+    """Write the result files."""
+    view, line = RunView.build(run), train_command.make_line(ready, run, folder)
+    summary.write_files(view, folder, line)
+    train_command.write_own_files(ready, run, folder)
+    if with_page:
+        page.write_page(view, folder, line)
+    section = ready.section
+    if section is not None:
+        results = section.results_dir or folder
+        best = results / autotuner_files.OPTIMAL_CONFIG_FILE
+        command = train_command.make_command(ready, run, best) or ""
+        autotuner_files.write_files(view, results, section.exps_dir, command)
 
 
 def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:
@@ -180,28 +240,6 @@ def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
         slots_per_trial=ready.plan.slots_per_trial,
         own=ready.first,
     )
-
-
-def _survey(ready: Prepared, engine: Engine | None, tuner: Tuner) -> Basis:
-    """Return the basis of memory predictions: simulations where possible."""
-    profile = tuner.run.profile
-    assert profile is not None
-    if not isinstance(engine, LocalEngine):
-        why_not = "only the local engine simulates a script"
-    elif engine.needs_command:
-        why_not = "a script is simulated only where its ranks can be started by themselves"
-    elif not ready.hosts[0].is_here:
-        why_not = "a script is simulated only where dsat runs on one of the trials' hosts"
-    else:
-        return anchors.of_run(
-            engine,
-            ready.plan,
-            profile,
-            tuner.decisions.reference_configs(),
-            as_cpu=ready.machine.is_cpu,
-            say=_log.info,
-        )
-    return Basis.of_profile(profile, ready.plan.switches, note=why_not)
 
 
 def _train(engine: LocalEngine, best: Trial) -> None:

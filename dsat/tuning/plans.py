@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -15,16 +16,19 @@ from dsat.errors import UserInputError
 from dsat.options import ANY, OWN
 from dsat.run.free_batch import leaves_nothing_to_trade
 from dsat.run.strategies import make_space
+from dsat.run.training_check import training_with
 from dsat.search import SEARCHES
 from dsat.space.batch_rule import BatchRule
 from dsat.space.deepspeed_settings import PARALLELISM, SETTING_NAMES, SETTINGS
 from dsat.space.overrides import GAS
 from dsat.space.plan import LONGEST_S, Plan
 from dsat.tuning.settings import ALL, Settings
-from dsat.values import parallelism
+from dsat.values import hazards, parallelism
 from dsat.values.objective import METRICS, Objective
 from dsat.values.trial import BatchTriple
+from dsat.values.zero_strategy import of_config
 
+_log = logging.getLogger(__name__)
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 
 
@@ -58,8 +62,8 @@ def make_plan(
         listed.pop(GAS, None)
     decided = {**_values(settings, Plan), "train_batch_size": global_batch}
     decided["tune"], decided["fix"] = _expand_names(settings, known.get("defaults", {}))
-    find_launcher_switches = known.pop("listed_switches", {})
-    decided["listed_switches"] = {**find_launcher_switches, **_listed_switches(settings, args)}
+    of_launcher = known.pop("listed_switches", {})
+    decided["listed_switches"] = {**of_launcher, **_listed_switches(settings, args)}
     decided["zero_stages"] = tuple(settings.zero_stages or stages)
     decided["nvme_path"] = settings.nvme_path or _nvme_path(base)
     # A time per optimizer step grows with the batch, unless the global batch is given.
@@ -80,6 +84,31 @@ def make_plan(
     )
     check_micro_batches(plan)
     return plan
+
+
+def drop_faulty_stages(plan: Plan, version: str | None, *, is_listed: bool) -> Plan:
+    """Remove stages from a plan whose training is wrong or fails in a DeepSpeed version.
+
+    If the user named the stages (`is_listed`), none is removed.
+    """
+    config, gas = plan.config({}), plan.own_batch.gas
+    own = hazards.find(version, training_with(config, gas, plan), *hazards.KINDS)
+    known = version or ""
+    for fault in own:
+        whose = "may have" if fault.unseen else "has"
+        _log.warning("your own configuration %s a known fault: %s", whose, fault.describe(known))
+    stage = of_config(config).stage
+    accumulates = gas if plan.train_batch_size is None else max(gas, 2)
+    faulty = []
+    for other in plan.zero_stages:
+        zero = {**(config.get("zero_optimization") or {}), "stage": other}
+        training = training_with({**config, "zero_optimization": zero}, accumulates, plan)
+        found = hazards.find(version, training, hazards.GRADIENTS, hazards.FAILS)
+        certain = [fault for fault in found if not fault.unseen]
+        if certain and other != stage and not is_listed:
+            _log.warning("stage %d is not searched: %s", other, certain[0].describe(known))
+            faulty.append(other)
+    return dataclasses.replace(plan, faulty_stages=tuple(faulty))
 
 
 def check(settings: Settings) -> None:
@@ -299,6 +328,5 @@ def _name_without_effect(settings: Settings, plan: Plan) -> str:
 
 def make_notes(settings: Settings, plan: Plan) -> list[str]:
     """Return notes on a plan that may surprise a user."""
-    return [
-        note for note in (_kept_batch(settings, plan), _name_without_effect(settings, plan)) if note
-    ]
+    notes = (_kept_batch(settings, plan), _name_without_effect(settings, plan))
+    return [note for note in notes if note]

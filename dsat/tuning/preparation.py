@@ -33,7 +33,7 @@ from dsat.prepare.hosts import all_slots, check_slots, describe
 from dsat.prepare.source import Source
 from dsat.run.run import Run
 from dsat.space.plan import Plan
-from dsat.tuning import autotuning_section, known_faults, plans, run_folders
+from dsat.tuning import autotuning_section, plans, run_folders
 from dsat.tuning.autotuning_section import Section
 from dsat.tuning.command_line import CommandLine
 from dsat.tuning.settings import Settings
@@ -70,10 +70,6 @@ class Prepared:
     def machine(self) -> Machine:
         """The machine of any host; all are equal."""
         return self.hosts[0].machine
-
-    @property
-    def num_slots(self) -> int:
-        return self.machine.num_slots * len(self.hosts)
 
     @property
     def notes(self) -> list[str]:
@@ -140,7 +136,8 @@ def _prepare(
     _check_before_running(settings, source, engine)
     _check_packages(settings, source)
     # Before the devices are looked at: what is wrong with the command is shown at once.
-    is_recorded = _is_recorded(settings, source, engine)
+    # A resumed run is recorded too, to see how ranks start and what the script sets for `auto`.
+    is_recorded = not settings.dry_run and engine == "local" and source.can_run_first()
     in_use: dict[str, str] = {}
     if is_recorded and not settings.resume:
         in_use = accelerators.variables_of_memory_in_use()  # by others than the command
@@ -159,13 +156,6 @@ def _prepare(
     with slow.logged(_log, "looking at the accelerators"):
         place = hosts_of.acquire_hosts(engine, source.program, settings.place_options, in_use)
         hosts = acquired.enter_context(place)
-    if source.program.needs_command and len(hosts) > 1:
-        raise UserInputError(
-            "runs on one machine only: its ranks cannot be started by themselves, because "
-            f"{source.program.needs_command}",
-            where="command",
-            hint="Use --engine local, or let torchrun or deepspeed start the ranks of a script.",
-        )
     source, hosts, slots = _choose_slots(settings, source, hosts)
     program, experiment, machine = source.program, source.experiment, hosts[0].machine
     plan = plans.make_plan(
@@ -177,20 +167,13 @@ def _prepare(
         listed_switches=plans.find_launcher_switches(program),
         defaults=defaults,
         device=machine.device_name if settings.engine in ENGINE_NAMES else "",
-        **_read_machine(machine, slots),
+        offload_helps=not machine.is_cpu,
+        slots_per_host=machine.num_slots if slots > machine.num_slots else 0,
     )
     version = hazards.version_in(", ".join(machine.software))
     is_listed = bool(settings.zero_stages) or "stage" in experiment.choices
-    plan = known_faults.drop_faulty_stages(plan, version, is_listed=is_listed)
+    plan = plans.drop_faulty_stages(plan, version, is_listed=is_listed)
     return Prepared(line, settings, experiment, program, hosts, plan, section, first, began_s)
-
-
-def _read_machine(machine: Machine, slots: int) -> dict[str, Any]:
-    """Return the fields of a plan that depend on the machine."""
-    return {
-        "offload_helps": not machine.is_cpu,
-        "slots_per_host": machine.num_slots if slots > machine.num_slots else 0,
-    }
 
 
 def _check_before_running(settings: Settings, source: Source, engine: str) -> None:
@@ -257,21 +240,22 @@ def _check_packages(settings: Settings, source: Source) -> None:
         packages.check()
 
 
-def _is_recorded(settings: Settings, source: Source, engine: str) -> bool:
-    """Return whether a run begins by recording the user's command on this machine.
-
-    A resumed run does so too, to see how ranks start and what the script sets for `auto`.
-    """
-    if settings.dry_run:
-        return False
-    return engine == "local" and source.can_run_first()
-
-
 def _choose_slots(
     settings: Settings, source: Source, hosts: Sequence[Host]
 ) -> tuple[Source, tuple[Host, ...], int]:
-    """Return the source with checked argument mappings, the hosts, and the devices of a trial."""
+    """Return the source with checked argument mappings, the hosts, and the devices of a trial.
+
+    Raises:
+        UserInputError: the hosts cannot run such trials.
+    """
     program, available = source.program, all_slots(hosts, source.program)
+    if program.needs_command and len(hosts) > 1:
+        raise UserInputError(
+            "runs on one machine only: its ranks cannot be started by themselves, because "
+            f"{program.needs_command}",
+            where="command",
+            hint="Use --engine local, or let torchrun or deepspeed start the ranks of a script.",
+        )
     if settings.run_full_experiment and program.trial_class and not source.command:
         searcher_of_full_run(source.experiment, "metric", "max_length")
     slots = source.slots_per_trial(settings.slots, available)

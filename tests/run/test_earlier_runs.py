@@ -47,7 +47,7 @@ def run(
         return measured(trial)
 
     tuner = Tuner(plan, MemoryJournal(), earlier=reusable_trials(earlier, plan, {}))
-    drive(tuner, SimulatedEngine(outcome_of, num_slots=1), max_concurrent_trials=1)
+    drive(tuner, SimulatedEngine(outcome_of, num_slots=1))
     return tuner.run, launched
 
 
