@@ -71,7 +71,6 @@ class Decisions:
             is_other = self.run.batch_flag.name != flag
             if is_other or event["outcome"].fixed_batch is not None:
                 self._searching = None  # its space has other micro batches, or trials another flag
-                self._trials = TrialFactory(self.plan, self.run)
 
     def find_reusable(self, earlier: Sequence[Measured]) -> Iterator[tuple[Trial, Measured]]:
         """Yield trials of this run that earlier runs have measured already.
@@ -84,9 +83,9 @@ class Decisions:
             yield from search.find_reusable(earlier)
         elif not self._profiling.over and (due := self._profiling.next_trial()) is not None:
             for each in earlier:
-                if self._trials.profiles_like(due, each.trial) and (
-                    each.outcome.profile is not None or not each.outcome.ok
-                ):
+                outcome = each.outcome
+                profiles = each.trial.profiles and (outcome.profile is not None or not outcome.ok)
+                if profiles and self._trials.is_like(each.trial, due.overrides, due.script_args):
                     yield due, each
                     return
 

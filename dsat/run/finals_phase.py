@@ -130,10 +130,8 @@ class FinalsPhase:
         overrides = {**pick.overrides, **batch.config()}
         script_args = dict(pick.script_args)
         assert run.baseline is not None
-        same = self._trials.fingerprint(overrides, script_args) == self._trials.fingerprint(
-            run.baseline.overrides, run.baseline.script_args
-        )
-        return None if same else (overrides, batch, script_args)
+        is_own = self._trials.is_like(run.baseline, overrides, script_args)
+        return None if is_own else (overrides, batch, script_args)
 
 
 def contenders(run: Run) -> list[Trial]:

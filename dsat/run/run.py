@@ -58,10 +58,8 @@ class Run:
         self.earlier: set[int] = set()
         self.baseline: Trial | None = None
         self.repeat: Trial | None = None
-        self._running: dict[int, Trial] = {}
         self.profiled: Outcome | None = None
         self.leader: Trial | None = None
-        self._leaders_value: float | None = None
         self.finals: Finals | None = None
         self.search_ended: str | None = None
         self.converged = False
@@ -107,10 +105,11 @@ class Run:
             self._finish(trial.id, event["outcome"])
         elif kind == events.EVENT_PROPOSED:
             trial = event["trial"]
-            self.trials[trial.id] = self._running[trial.id] = trial
-            beside = len(self._running) - 1
-            for running in self._running:
-                self.neighbours[running] = max(beside, self.neighbours.get(running, 0))
+            self.trials[trial.id] = trial
+            running = self.running
+            for each in running:
+                beside = max(len(running) - 1, self.neighbours.get(each.id, 0))
+                self.neighbours[each.id] = beside
             if trial.kind is TrialKind.BASELINE:
                 self.baseline = trial
             elif trial.kind is TrialKind.REPEAT and self.baseline is not None:
@@ -141,7 +140,6 @@ class Run:
         self.ended_at_s[trial_id] = at_s
         self.ended_s[trial_id] = self.running_s
         trial = self.trials[trial_id]
-        self._running.pop(trial_id, None)
         self.batch_flag.update(trial, outcome, self.plan.own_batch.micro_batch)
         if trial.profiles:
             self.profiled = outcome
@@ -155,11 +153,10 @@ class Run:
             return
         if (
             value is not None
-            and self._objective.is_better(value, self._leaders_value)
+            and self._objective.is_better(value, self.value(self.leader))
             and self.plan.admits(trial.batch)
         ):
             self.leader = trial
-            self._leaders_value = value
 
     def _begin_finals(self, event: Mapping[str, Any]) -> None:
         if self.baseline is None:
@@ -335,11 +332,11 @@ class Run:
 
     @property
     def running(self) -> list[Trial]:
-        return list(self._running.values())
+        return [trial for trial in self.trials.values() if trial.id not in self.outcomes]
 
-    def value(self, trial: Trial) -> float | None:
+    def value(self, trial: Trial | None) -> float | None:
         """Return the objective's value of a trial; None unless it ran."""
-        outcome = self.outcomes.get(trial.id)
+        outcome = None if trial is None else self.outcomes.get(trial.id)
         return None if outcome is None else outcome.value(self._objective)
 
 

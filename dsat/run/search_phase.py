@@ -12,7 +12,7 @@ from dsat.run.comparison import Variation
 from dsat.run.history import Measured
 from dsat.run.run import Run
 from dsat.run.trial_costs import TrialCosts
-from dsat.run.trial_factory import TrialFactory
+from dsat.run.trial_factory import SEARCHED, TrialFactory
 from dsat.search import SEARCHES
 from dsat.search.base import (
     EXHAUSTED,
@@ -53,6 +53,8 @@ class SearchPhase:
         self._plan, self._run, self._trials, self._space = plan, run, trials, space
         self.forecast = None if basis is None else Forecast(basis, plan, run.profile, space)
         self._costs = TrialCosts(plan, run)
+        self._by_digest: dict[str, int] = {}
+        self._indexed = 0  # trials that are in the former
         self._observations = _Observations(plan, run, space)
         self._learned = 0
         self._update_predictions()
@@ -70,7 +72,7 @@ class SearchPhase:
             trial, location = each.trial, self._observations.location(each.trial)
             if trial.kind is TrialKind.PROFILE or location is None or not location.is_exact:
                 continue
-            known = self._trials.equal_trial(trial.overrides, trial.script_args)
+            known = self._equal_trial(trial.overrides, trial.script_args)
             if known is None and self._plan.admits(trial.batch):
                 made = self._make(trial.overrides, trial.batch, trial.script_args)
                 yield replace(made, batch_flag=trial.batch_flag), each
@@ -101,11 +103,22 @@ class SearchPhase:
         """Make a trial; None if an equal trial answers the proposal."""
         batch = self._space.batch(micro_batch, settings)
         overrides, script_args = overrides_for(settings, batch), self._space.script_args(settings)
-        known = self._trials.equal_trial(overrides, script_args)
+        known = self._equal_trial(overrides, script_args)
         if known is not None:
             self._observations.equal.append((proposal, known))
             return None
         return self._make(overrides, batch, script_args, proposal)
+
+    def _equal_trial(
+        self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]
+    ) -> int | None:
+        """Return the id of an equal trial, baseline or search; None if there is none."""
+        for trial in list(self._run.trials.values())[self._indexed :]:
+            if trial.kind in SEARCHED and not self._run.batch_flag.supersedes(trial):
+                digest = self._trials.fingerprint(trial.overrides, trial.script_args)
+                self._by_digest.setdefault(digest, trial.id)
+        self._indexed = len(self._run.trials)
+        return self._by_digest.get(self._trials.fingerprint(overrides, script_args))
 
     def _make(
         self,
@@ -149,7 +162,7 @@ class _Observations:
     def __init__(self, plan: Plan, run: Run, space: Space) -> None:
         self._plan, self._run = plan, run
         self._locator = Locator(space)
-        self._known: dict[int, Observation] = {}
+        self._locations: dict[int, Location | None] = {}  # by trial id
         self.equal: list[tuple[Proposal, int]] = []  # proposals, and the trials that answer them
 
     def list_all(self) -> list[Observation]:
@@ -177,30 +190,23 @@ class _Observations:
         return self._locator.locate(trial.overrides, trial.script_args, trial.batch)
 
     def _observe(self, trial: Trial, variation: Variation | None) -> Observation:
-        known, outcome = self._known.get(trial.id), self._run.outcomes.get(trial.id)
-        if known is None:
-            location = self.location(trial)
-            is_admitted = self._plan.admits(trial.batch)
-            is_earlier = trial.id in self._run.earlier and trial.kind is TrialKind.SEARCH
-            known = Observation(
-                None if location is None else location.point,
-                trial.batch,
-                None,
-                Source.EARLIER_RUN if is_earlier else _SOURCES[trial.kind],
-                is_exact=location is not None and location.is_exact and is_admitted,
-                is_admitted=is_admitted,
-                arm=trial.lineage,
-                note=trial.note,
-            )
-            self._known[trial.id] = known
-        if outcome is None:
-            return known
-        if known.outcome is None:
-            neighbours = self._run.neighbours.get(trial.id, 0)
-            known = replace(known, outcome=outcome, neighbours=neighbours)
-            self._known[trial.id] = known
-        if outcome.metrics is None or variation is None:
-            return known
-        # The finals have shown how much one run differs from the next.
-        metrics = outcome.metrics.at_least_as_uncertain(variation.sd)
-        return replace(known, outcome=replace(outcome, metrics=metrics))
+        if trial.id not in self._locations:
+            self._locations[trial.id] = self.location(trial)
+        location, outcome = self._locations[trial.id], self._run.outcomes.get(trial.id)
+        if outcome is not None and outcome.metrics is not None and variation is not None:
+            # The finals have shown how much one run differs from the next.
+            metrics = outcome.metrics.at_least_as_uncertain(variation.sd)
+            outcome = replace(outcome, metrics=metrics)
+        is_admitted = self._plan.admits(trial.batch)
+        is_earlier = trial.id in self._run.earlier and trial.kind is TrialKind.SEARCH
+        return Observation(
+            None if location is None else location.point,
+            trial.batch,
+            outcome,
+            Source.EARLIER_RUN if is_earlier else _SOURCES[trial.kind],
+            is_exact=location is not None and location.is_exact and is_admitted,
+            is_admitted=is_admitted,
+            neighbours=0 if outcome is None else self._run.neighbours.get(trial.id, 0),
+            arm=trial.lineage,
+            note=trial.note,
+        )

@@ -27,8 +27,6 @@ class TrialFactory:
     def __init__(self, plan: Plan, run: Run) -> None:
         self._plan = plan
         self._run = run
-        self._by_digest: dict[str, int] = {}
-        self._indexed = 0  # trials that are in the former
 
     def make(
         self,
@@ -82,26 +80,16 @@ class TrialFactory:
         """Return a digest that is equal for configurations which DeepSpeed treats alike."""
         return fingerprint(self._plan.config(overrides), script_args)
 
-    def profiles_like(self, due: Trial, other: Trial) -> bool:
-        """Return whether another trial profiles the model with the same configuration."""
-        own, its = (self.fingerprint(t.overrides, t.script_args) for t in (due, other))
-        return other.profiles and own == its
-
-    def equal_trial(
-        self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]
-    ) -> int | None:
-        """Return the id of an equal trial, baseline or search; None if there is none."""
-        for trial in list(self._run.trials.values())[self._indexed :]:
-            if trial.kind in SEARCHED and not self._run.batch_flag.supersedes(trial):
-                digest = self.fingerprint(trial.overrides, trial.script_args)
-                self._by_digest.setdefault(digest, trial.id)
-        self._indexed = len(self._run.trials)
-        return self._by_digest.get(self.fingerprint(overrides, script_args))
+    def is_like(
+        self, trial: Trial, overrides: Mapping[str, Any], script_args: Mapping[str, Any]
+    ) -> bool:
+        """Return whether DeepSpeed treats a configuration like that of a trial."""
+        its = self.fingerprint(trial.overrides, trial.script_args)
+        return its == self.fingerprint(overrides, script_args)
 
     def _to_beat(self) -> dict[str, float]:
         run, metric = self._run, self._plan.metric
-        best = run.leader or run.baseline
-        value = None if best is None else run.value(best)
+        value = run.value(run.leader or run.baseline)
         return {} if value is None or not METRICS[metric].has_interval else {metric: value}
 
     def _name(self, kind: TrialKind, strategy: Strategy, batch: BatchTriple, digest: str) -> str:
