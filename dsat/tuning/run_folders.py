@@ -14,7 +14,7 @@ from typing import Any
 from dsat.errors import JournalError, UserInputError
 from dsat.run import history
 from dsat.run.folder_lock import FolderLock
-from dsat.run.journal import ENGINE, FILE_NAME, RUNS_FOLDER, read_events
+from dsat.run.journal import ENGINE, FILE_NAME, RUNS_FOLDER
 from dsat.run.run import Run
 from dsat.run.tuner import difference_to
 from dsat.show import summary
@@ -40,32 +40,36 @@ def check(settings: Settings, name: str) -> Path | None:
         UserInputError: the folder holds another run, or none to resume, or cannot be made.
     """
     folder = settings.run_dir
-    if folder is None and settings.resume:
-        stem = _stem(name)
-        newest_first = (RUNS_FOLDER / f"{stem}-{n}" for n in sorted(_numbers(stem), reverse=True))
-        folder = next(filter(_can_resume, newest_first), None)
-        if folder is None:
-            raise UserInputError(
-                f"there is no run {RUNS_FOLDER / stem}-* to resume", where="--resume"
-            )
-    elif folder is not None and settings.resume:
-        if not _can_resume(folder):
-            raise UserInputError("holds no run to resume on this machine", where=str(folder))
+    if settings.resume:
+        folder = _find_run(folder, name)
     elif folder is not None and (folder / FILE_NAME).exists():
         raise UserInputError(
             "already holds a run",
             where=str(folder),
             hint="Add --resume to continue it, or choose another folder.",
         )
-    if folder is not None and not settings.resume and (folder / summary.SUMMARY_FILE).exists():
+    elif folder is not None and (folder / summary.SUMMARY_FILE).exists():
         raise UserInputError(
             "holds the results of another search, which has no journal here",
             where=str(folder),
             hint="Choose another folder.",
         )
-    made = RUNS_FOLDER if folder is None else folder
-    check_can_be_made(made, "Name another folder by --run-dir.")
+    check_can_be_made(folder or RUNS_FOLDER, "Name another folder by --run-dir.")
     return folder
+
+
+def _find_run(folder: Path | None, name: str) -> Path:
+    """Return the folder of the run to resume: the given one, or the newest of an experiment."""
+    if folder is not None:
+        if not _can_resume(folder):
+            raise UserInputError("holds no run to resume on this machine", where=str(folder))
+        return folder
+    stem = _stem(name)
+    newest_first = (RUNS_FOLDER / f"{stem}-{n}" for n in sorted(_numbers(stem), reverse=True))
+    found = next(filter(_can_resume, newest_first), None)
+    if found is None:
+        raise UserInputError(f"there is no run {RUNS_FOLDER / stem}-* to resume", where="--resume")
+    return found
 
 
 def _can_resume(folder: Path) -> bool:
@@ -119,21 +123,17 @@ def earlier_runs(folder: Path, plan: Plan, info: Mapping[str, Any]) -> list[Run]
     or software changed. A new journal then reuses the trials that still count.
     """
     journal = folder / FILE_NAME
-    if journal.exists():
-        events = read_events(journal)
-        run = Run(events, name=str(journal))
-        other = difference_to(plan, run.plan) if run.has_begun else None
-        changed = history.difference(run, plan, info) if run.has_begun else None
-        goes_on = changed is not None and not _is_over(run, plan)
-        if not other and (goes_on or _has_errors_to_retry(run)):
+    run = history.read_run(journal) if journal.exists() else Run()
+    if run.has_begun and difference_to(plan, run.plan) is None:
+        changed = history.difference(run, plan, info)
+        if changed is not None and not _is_over(run, plan):
             _set_aside(journal)
-            if changed is not None:
-                _log.info(
-                    "%s: the search begins again without what was measured before the change",
-                    changed,
-                )
-            else:
-                _log.info("trials that failed are run again")
+            _log.info(
+                "%s: the search begins again without what was measured before the change", changed
+            )
+        elif _has_errors_to_retry(run):
+            _set_aside(journal)
+            _log.info("trials that failed are run again")
     aside = sorted(
         folder.glob(f"{Path(FILE_NAME).stem}-*.jsonl"),
         key=lambda path: (len(path.name), path.name),  # by number
