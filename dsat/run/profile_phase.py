@@ -57,7 +57,13 @@ class ProfilePhase:
         own = self._plan.own_batch
         if self._own_is_next:
             return self._trials.make(TrialKind.BASELINE, own.config(), own, self._plan.switches)
-        return None if self._next_micro_batch is None else self._trial(self._next_micro_batch)
+        micro_batch = self._next_micro_batch
+        if micro_batch is None:
+            return None
+        slots, shared = self._plan.slots_per_trial, self._divisions[0]
+        batch = BatchTriple.on(slots, shared, micro_batch=micro_batch)
+        overrides = self._overrides(micro_batch)
+        return self._trials.make(TrialKind.PROFILE, overrides, batch, self._plan.switches)
 
     def begin(self) -> None:
         """Note that the next trial began."""
@@ -146,13 +152,6 @@ class ProfilePhase:
         if self._plan.train_batch_size is not None:
             return max(self._plan.divisible_by, self._plan.min_micro_batch)
         return self._plan.allowed_micro_batches[0]
-
-    def _trial(self, micro_batch: int) -> Trial:
-        plan = self._plan
-        shared = self._divisions[0]
-        batch = BatchTriple.on(plan.slots_per_trial, shared, micro_batch=micro_batch)
-        overrides = self._overrides(micro_batch)
-        return self._trials.make(TrialKind.PROFILE, overrides, batch, plan.switches)
 
     def _overrides(self, micro_batch: int) -> dict[str, Any]:
         """Return overrides of a profile trial in the present strategy."""

@@ -90,29 +90,26 @@ class Run:
         kind = event["event"]
         self.paused = kind == events.EVENT_PAUSED
         self.running_s += event.get("elapsed_s", 0.0)
+        if kind in (events.EVENT_EARLIER, events.EVENT_PROPOSED):
+            trial = event["trial"]
+            self.trials[trial.id] = trial
+            if trial.kind is TrialKind.BASELINE:
+                self.baseline = trial
         if kind == events.EVENT_START:
             self.has_begun = True
             self.plan = event["plan"]
             self._objective = event["plan"].objective
             self.info = event["info"]
         elif kind == events.EVENT_EARLIER:
-            trial = event["trial"]
-            self.trials[trial.id] = trial
             self.earlier.add(trial.id)
             self.neighbours[trial.id] = event["neighbours"]
-            if trial.kind is TrialKind.BASELINE:
-                self.baseline = trial
             self._finish(trial.id, event["outcome"])
         elif kind == events.EVENT_PROPOSED:
-            trial = event["trial"]
-            self.trials[trial.id] = trial
             running = self.running
             for each in running:
                 beside = max(len(running) - 1, self.neighbours.get(each.id, 0))
                 self.neighbours[each.id] = beside
-            if trial.kind is TrialKind.BASELINE:
-                self.baseline = trial
-            elif trial.kind is TrialKind.REPEAT and self.baseline is not None:
+            if trial.kind is TrialKind.REPEAT and self.baseline is not None:
                 self.repeat = trial
                 self.repeated[trial.id] = self.baseline.id
             elif trial.kind is TrialKind.FINAL:
@@ -305,8 +302,9 @@ class Run:
     @property
     def deepspeed_version(self) -> str | None:
         """DeepSpeed's version where trials run; None if the journal does not say."""
-        said = str(self.info.get("software", ""))
-        return hazards.version_in(said) or self.training.reported_version
+        curves = [each.training for each in self.outcomes.values() if each.training]
+        reported = next((c.deepspeed_version for c in curves if c.deepspeed_version), None)
+        return hazards.version_in(str(self.info.get("software", ""))) or reported
 
     @property
     def most_trials(self) -> int:

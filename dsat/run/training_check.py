@@ -52,12 +52,6 @@ class TrainingCheck:
     ) -> None:
         self._trials, self._outcomes, self._repeated = trials, outcomes, repeated
 
-    @property
-    def reported_version(self) -> str | None:
-        """DeepSpeed's version by the trials' reports; None if none has reported it."""
-        curves = [each.training for each in self._outcomes.values() if each.training]
-        return next((c.deepspeed_version for c in curves if c.deepspeed_version), None)
-
     def compare(self, plan: Plan, own: Trial, trial: Trial) -> Finding:
         own_curves = self._curves(own)
         precision = same_training.precision_of(plan.config({}))

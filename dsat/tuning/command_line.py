@@ -21,13 +21,10 @@ class CommandLine:
     def resumed(self, folder: Path, *more: str) -> list[str]:
         """Return the words that continue the run, with further options."""
         given = {word.partition("=")[0] for word in self.options}
-        words = [] if "--resume" in given else ["--resume"]
+        options = [*self.options, *([] if "--resume" in given else ["--resume"])]
         if "--run-dir" not in given:
-            words += ["--run-dir", str(folder)]
-        return self.words(*words, *(word for word in more if word not in given))
-
-    def words(self, *more: str) -> list[str]:
-        """Return the words of the command, with further options."""
+            options += ["--run-dir", str(folder)]
+        options += [word for word in more if word not in given]
         if self.is_experiment:
-            return [self.name, *self.target, *self.options, *more]
-        return [self.name, *self.options, *more, *self.target]
+            return [self.name, *self.target, *options]
+        return [self.name, *options, *self.target]

@@ -14,7 +14,7 @@ from typing import Any
 from dsat.command import accelerate_env, own_files, switches
 from dsat.command import entrypoint as entrypoints
 from dsat.command.entrypoint import Entrypoint
-from dsat.command.own_files import Answer, Rewriting
+from dsat.command.own_files import Answer, Form, Rewriting
 from dsat.command.switches import BIND_CORES
 from dsat.engines.machines.machine import Machine
 from dsat.engines.rank_settings import (
@@ -123,7 +123,7 @@ def _base_words(
     _, command = _own_command(program)
     if _ends_with(command, program.args):
         return [*command[: len(command) - len(program.args)], *args]
-    return command if own_files.form_of_training(command, _started_in(program)) else None
+    return command if _form_of(program) else None
 
 
 def _needs_dsat(ready: Prepared, run: Run, best: Trial) -> bool:
@@ -132,7 +132,7 @@ def _needs_dsat(ready: Prepared, run: Run, best: Trial) -> bool:
     if switches.OF_CODE.keys() & set(run.outcomes[best.id].warnings):
         return True
     found = {} if run.profile is None else run.profile.switches
-    file = own_files.form_of_training(_own_command(program)[1], _started_in(program))
+    file = _form_of(program)
     for name, value in best.script_args.items():
         if value == own.get(name) or name in ready.experiment.arg_mappings:
             continue
@@ -187,6 +187,11 @@ def _own_command(program: Entrypoint) -> tuple[dict[str, str], list[str]]:
     return entrypoints.take_assignments(command), command
 
 
+def _form_of(program: Entrypoint) -> Form | None:
+    """Return the kind of the user's file that sets batch sizes; None without one."""
+    return own_files.form_of_training(_own_command(program)[1], _started_in(program))
+
+
 def runs_own_command(program: Entrypoint, slots: int) -> bool:
     """Return whether the printed command is the user's own, with other arguments.
 
@@ -198,8 +203,7 @@ def runs_own_command(program: Entrypoint, slots: int) -> bool:
         return bool(program.needs_command)
     if program.slots != slots or program.launch.binds_cores:
         return False
-    takes_file = own_files.form_of_training(command, _started_in(program)) is not None
-    if not takes_file and not _ends_with(command, program.args):
+    if not _form_of(program) and not _ends_with(command, program.args):
         return False
     if not Path(command[0]).name.startswith("python"):
         return True
