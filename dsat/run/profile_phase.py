@@ -11,7 +11,7 @@ from dsat.space.plan import Plan
 from dsat.space.space import Space
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
-from dsat.values.zero_strategy import Strategy, of_config
+from dsat.values.zero_strategy import NVME, Strategy, of_config
 
 # Parts of a traceback's line whose code is not the user's: installed packages, Python's own
 # modules, code without a file, and compiled kernels.
@@ -31,12 +31,13 @@ class ProfilePhase:
         self._keeps_micro_batch = False  # the search, too: it is a part of the training
         self._plan = plan
         self._trials = trials
-        self._ladder = strategies.rungs(plan)
+        self._ladder = list(strategies.rungs(plan))  # those left
+        self._is_on_ladder = False
         self._divisions = strategies.divisions(plan)  # tried one by one where no rung fits
         self._last_error: str | None = None  # its message
         self._tried: set[int] = set()  # micro batches that failed in this strategy
-        self._sharded: list[Strategy] = []  # to be searched, if stage 0 is refused
-        self._rung = -1  # of the ladder; -1: the user's own strategy
+        # To be profiled and searched in place of the user's own, which was refused or did not fit.
+        self._strategies: list[Strategy] = []
         self._own_is_next = True
         self._next_micro_batch: int | None = None  # of the next profile trial
 
@@ -47,10 +48,9 @@ class ProfilePhase:
     def make_space(self, plan: Plan) -> Space:
         """Return the search space of a plan, once the model is profiled."""
         assert self.profile is not None
-        only = () if self._rung >= 0 else self._sharded
         if self._keeps_micro_batch:
             plan = replace(plan, micro_batches=(plan.own_batch.micro_batch,))
-        return strategies.make_space(plan, self.profile, rung=self._rung, only=only)
+        return strategies.make_space(plan, self.profile, only=self._strategies)
 
     def next_trial(self) -> Trial | None:
         """Return the trial to start next; None to wait for an outcome."""
@@ -112,10 +112,9 @@ class ProfilePhase:
         failed = outcome.kind is OutcomeKind.ERROR
         again = failed and bool(outcome.message) and outcome.message == self._last_error
         self._last_error = outcome.message if failed else None
-        is_own_strategy = self._rung < 0 and not self._sharded
-        if failed and is_own_strategy and self._is_refused(outcome):
-            self._sharded = [s for s in strategies.searched(self._plan) if s.stage > 0]
-            if self._sharded:
+        if failed and not self._strategies and self._is_refused(outcome):
+            self._strategies = [s for s in strategies.searched(self._plan) if s.stage > 0]
+            if self._strategies:
                 self._begin_again()
                 return
         self._tried.add(trial.batch.micro_batch)
@@ -123,9 +122,11 @@ class ProfilePhase:
         if failed and not again and not {smallest, own} <= self._tried:
             self._next_micro_batch = own if smallest in self._tried else smallest
             return
-        on_the_ladder = failed and self._rung >= 0 and not again
-        if (outcome.kind.is_out_of_memory or on_the_ladder) and self._rung + 1 < len(self._ladder):
-            self._rung += 1
+        fails_on_ladder = failed and self._is_on_ladder and not again
+        if (outcome.kind.is_out_of_memory or fails_on_ladder) and self._ladder:
+            rung = self._ladder.pop(0)
+            others = [s for s in self._ladder if s.offload_optimizer != NVME]
+            self._strategies, self._is_on_ladder = [rung, *others], True
             self._begin_again()
         elif outcome.kind.is_out_of_memory and len(self._divisions) > 1:
             self._divisions.pop(0)
@@ -155,10 +156,8 @@ class ProfilePhase:
 
     def _overrides(self, micro_batch: int) -> dict[str, Any]:
         """Return overrides of a profile trial in the present strategy."""
-        if self._rung >= 0:
-            strategy = self._ladder[self._rung]
-        else:
-            strategy = self._sharded[0] if self._sharded else of_config(self._plan.base_config)
+        own = of_config(self._plan.base_config)
+        strategy = self._strategies[0] if self._strategies else own
         return strategies.profile_overrides(self._plan, strategy, micro_batch, self._divisions[0])
 
 

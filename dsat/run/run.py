@@ -175,16 +175,14 @@ class Run:
         )
 
     def _enter_final(self, trial: Trial) -> None:
-        turn = None if self.finals is None else self.finals.turn
-        if turn is None:
+        if self.finals is None or self.finals.turn is None:
             return
-        assert self.baseline is not None
-        if turn.role is Role.OWN:
-            self.repeated[trial.id] = self.baseline.id
-        elif turn.role is Role.SAME_BATCH:
+        turn = self.finals.turn
+        if turn.role is Role.SAME_BATCH:
             self.same_batch_final = trial
-        elif turn.trial_id is not None:
-            self.repeated[trial.id] = turn.trial_id
+        else:
+            own = self.finals.own.trial_id
+            self.repeated[trial.id] = own if turn.trial_id is None else turn.trial_id
 
     def _check_training(self, finals: Finals) -> None:
         if finals.pick is None:

@@ -93,25 +93,19 @@ def profile_overrides(
 
 
 def make_space(
-    plan: Plan,
-    profile: ModelProfile | None = None,
-    rung: int = -1,
-    *,
-    only: Sequence[Strategy] = (),
+    plan: Plan, profile: ModelProfile | None = None, *, only: Sequence[Strategy] = ()
 ) -> Space:
     """Return the space that a plan searches, without the settings that the user fixed.
 
     Args:
         profile: None before the model is profiled.
-        rung: of the ladder, if the user's own strategy does not fit; else -1.
+        only: the strategies; by default those to search if the user's own fits.
     """
-    ladder = rungs(plan)[rung:] if rung >= 0 else ()
-    left = [s for s in ladder if s.offload_optimizer != NVME or s is ladder[0]]
     roomy_bucket = None  # a sixteenth of a device's memory
     if profile is not None:
         roomy_bucket = profile.slot_memory_bytes // (16 * profile.param_bytes)
     return Space(
-        strategies=only or left or searched(plan),
+        strategies=only or searched(plan),
         micro_batches=plan.allowed_micro_batches,
         slots=plan.slots_per_trial,
         gas=plan.own_batch.gas,
