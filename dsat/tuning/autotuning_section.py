@@ -45,16 +45,14 @@ class Section:
     """An `autotuning` section.
 
     Attributes:
-        settings: values of settings of a search, by name.
-        search_options: values of options of the method, by name.
-        keys: full keys in the file, by the names of both.
+        values: values of settings of a search and of options of its method, by name.
+        keys: full keys in the file, by the same names.
         results_dir, exps_dir: folders of DeepSpeed's result files and descriptions of experiments;
             None if the section names none.
         notes: messages about accepted keys without effect.
     """
 
-    settings: Mapping[str, Any]
-    search_options: Mapping[str, Any]
+    values: Mapping[str, Any]
     keys: Mapping[str, str]
     results_dir: Path | None = None
     exps_dir: Path | None = None
@@ -63,13 +61,12 @@ class Section:
     def apply(self, settings: Settings) -> Settings:
         """Apply the section's defaults to settings; options that the user gave win."""
         given = settings.given
-        values = {name: value for name, value in self.settings.items() if name not in given}
+        values = {name: value for name, value in self.values.items() if name not in given}
         method = values.get("method", settings.method)
         if values.pop("fast", False) and "fix" not in given:
             values["fix"] = tuple(name for name in SETTING_NAMES if name not in settings.tune)
-        if "arg_mappings" in self.settings:
-            own = self.settings["arg_mappings"]
-            values["arg_mappings"] = {**own, **settings.arg_mappings}
+        if "arg_mappings" in self.values:
+            values["arg_mappings"] = {**self.values["arg_mappings"], **settings.arg_mappings}
         if "train_batch_size" in given and settings.train_batch_size != ANY:
             values.pop("max_train_batch_size", None)
         elif "max_train_batch_size" in values:
@@ -78,8 +75,8 @@ class Section:
             start = values.get("start_profile_step", settings.start_profile_step)
             measured = values["end_profile_step"] - start + 1
             values["max_profile_steps"] = max(settings.max_profile_steps, measured)
-        options = usual_options(method)
-        options |= {k: v for k, v in self.search_options.items() if k in options}
+        own = {name: values.pop(name) for name in _SEARCH_OPTIONS if name in values}
+        options = {k: own.get(k, usual) for k, usual in usual_options(method).items()}
         options |= {k: v for k, v in settings.search_options.items() if k in given}
         return replace(
             settings, **values, search_options=options, given={**self.keys, **settings.given}
@@ -153,8 +150,8 @@ def _mappings(value: Any, where: str) -> dict[str, str]:
 
 
 Reader = Callable[[Any, str], Any]
-# The setting of a search that a key sets, and the reader of its values.
-_SETTINGS: Mapping[str, tuple[str, Reader]] = {
+# What a key sets, and the reader of its values.
+_VALUES: Mapping[str, tuple[str, Reader]] = {
     "metric": ("metric", _one_of(_METRICS)),
     "start_profile_step": ("start_profile_step", whole_number),
     "start_step": ("start_profile_step", whole_number),
@@ -168,19 +165,19 @@ _SETTINGS: Mapping[str, tuple[str, Reader]] = {
     "min_train_micro_batch_size_per_gpu": ("min_micro_batch", whole_number),
     "num_gpus": ("slots", whole_number),
     "arg_mappings": ("arg_mappings", _mappings),
-}
-_SEARCH_OPTIONS: Mapping[str, tuple[str, Reader]] = {
     "tuner_early_stopping": ("early_stopping", _number_or_none),
     "num_tuning_micro_batch_sizes": ("num_micro_batches", whole_number),
+    "results_dir": ("results_dir", _folder),
+    "exps_dir": ("exps_dir", _folder),
 }
-_FOLDERS: Mapping[str, Reader] = {"results_dir": _folder, "exps_dir": _folder}
+_SEARCH_OPTIONS = ("early_stopping", "num_micro_batches")  # settings are all others
 _CHECKED: Mapping[str, Reader] = {
     "enabled": _flag,
     "mp_size": _limit_to_one("model parallel jobs cannot be tuned"),
     "num_nodes": _limit_to_one("trials run on one machine"),
     **dict.fromkeys(_WITHOUT_EFFECT, lambda value, where: value),
 }
-KEYS = frozenset({*_SETTINGS, *_SEARCH_OPTIONS, *_FOLDERS, *_CHECKED})
+KEYS = frozenset({*_VALUES, *_CHECKED})
 
 
 def read(config: Mapping[str, Any], *, where: str) -> Section | None:
@@ -193,33 +190,30 @@ def read(config: Mapping[str, Any], *, where: str) -> Section | None:
         return None
     if not isinstance(section, Mapping):
         raise UserInputError(f"must be a mapping, not {section!r}", where=place)
-    settings: dict[str, Any] = {}
-    options: dict[str, Any] = {}
-    folders: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     keys: dict[str, str] = {}
     for key, value in section.items():
+        whole_key = f"{place}.{key}"
         if key not in KEYS:
             raise UserInputError(
                 f"there is no autotuning setting {key!r}",
-                where=f"{place}.{key}",
+                where=whole_key,
                 hint=did_you_mean(key, KEYS) + "Correct it or leave it out.",
             )
         if value is None:
             continue
-        for known, found in ((_SETTINGS, settings), (_SEARCH_OPTIONS, options)):
-            if key in known:
-                name, reader = known[key]
-                found[name], keys[name] = reader(value, f"{place}.{key}"), f"{place}.{key}"
-        if key in _FOLDERS:
-            folders[key] = _FOLDERS[key](value, f"{place}.{key}")
-        elif key in _CHECKED:
-            _CHECKED[key](value, f"{place}.{key}")
+        if key in _CHECKED:
+            _CHECKED[key](value, whole_key)
+        else:
+            name, reader = _VALUES[key]
+            values[name], keys[name] = reader(value, whole_key), whole_key
     if section.get("enabled") is False:
         return None
-    if "start_profile_step" in settings:
-        settings.setdefault("end_profile_step", settings["start_profile_step"] + _MORE_STEPS)
-    _check_mappings(settings.get("arg_mappings", {}), config, place)
-    return Section(settings, options, keys, **folders, notes=tuple(_notes(config, section, where)))
+    if "start_profile_step" in values:
+        values.setdefault("end_profile_step", values["start_profile_step"] + _MORE_STEPS)
+    _check_mappings(values.get("arg_mappings", {}), config, place)
+    folders = {key: values.pop(key, None) for key in ("results_dir", "exps_dir")}
+    return Section(values, keys, **folders, notes=tuple(_notes(config, section, where)))
 
 
 def _check_mappings(mappings: Mapping[str, str], config: Mapping[str, Any], where: str) -> None:

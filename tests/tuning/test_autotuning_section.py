@@ -52,12 +52,12 @@ def read(section: Any, **config: Any) -> Section:
 
 @pytest.mark.parametrize(("section", "meaning"), MEANINGS, ids=str)
 def test_a_key_sets_a_setting(section: dict[str, Any], meaning: dict[str, Any]) -> None:
-    assert read(section).settings == meaning
+    assert read(section).values == meaning
 
 
 def test_options_of_the_search_folders_and_notes() -> None:
     found = read({"tuner_early_stopping": 0, "num_tuning_micro_batch_sizes": 10})
-    assert found.search_options == {"early_stopping": None, "num_micro_batches": 10}
+    assert found.values == {"early_stopping": None, "num_micro_batches": 10}
     found = read({"results_dir": "out/results", "exps_dir": "/tmp/exps"})
     assert (found.results_dir, found.exps_dir) == (Path("out/results"), Path("/tmp/exps"))
     notes = read(dict.fromkeys(WITHOUT_EFFECT, "x")).notes
