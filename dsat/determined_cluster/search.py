@@ -21,7 +21,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dsat.determined_cluster.engine import ClusterEngine, Operation
+from dsat.determined_cluster.engine import (
+    CLOSED,
+    COMPLETED,
+    EXITED,
+    SHUTDOWN,
+    ClusterEngine,
+    Operation,
+)
 from dsat.determined_cluster.job import Job
 from dsat.run.events import EVENT_PAUSED
 from dsat.run.journal import MemoryJournal
@@ -32,15 +39,13 @@ from dsat.show.log_lines import Kind, Narrator
 EVENT_ANSWERED = "answered"
 EVENT_FULL_RUN = "full_run"
 # Events that call for a decision.
-_DECISIVE = {"initialOperations", "validationCompleted", "trialExitedEarly", "trialClosed"}
-_BY_USER = ("EXITED_REASON_USER_CANCELED", "EXITED_REASON_USER_REQUESTED_STOP")
+_DECISIVE = {"initialOperations", COMPLETED, EXITED, CLOSED}
 
 
 class ClusterSearch:
     """Decides which operations answer each event of the master.
 
-    It continues from `events`, the journal of an earlier process. `clock` is in seconds since the
-    epoch, since it also counts between processes.
+    It continues from `events`, the journal of an earlier process.
     """
 
     def __init__(
@@ -50,17 +55,15 @@ class ClusterSearch:
         *,
         events: Sequence[Mapping[str, Any]] = (),
         say: Callable[[str], None],
-        clock: Callable[[], float] = time.time,
     ) -> None:
-        self.engine = engine
+        self._engine = engine
         self.journal = MemoryJournal(events)
-        self._clock = clock
         self.tuner = Tuner(
             job.plan,
             self.journal,
             info=job.info,
-            clock=clock,
-            time_of_day=clock,
+            clock=time.time,  # it also counts between processes
+            time_of_day=time.time,
             last_event_s=_last_event_s(events),
         )
         self._narrator = Narrator(
@@ -93,10 +96,9 @@ class ClusterSearch:
         if number in self._answers:
             return self._answers[number]
         known = len(self.journal.events)
+        operations: list[Operation] = []
         if not self.over and event.keys() & _DECISIVE:
-            self._handle(event)
-            self._decide()
-        operations = self.engine.take_operations()
+            operations = [*self._record(event), *self._decide()]
         if operations or len(self.journal.events) > known:
             self._answers[number] = operations
             self.journal.append(
@@ -104,34 +106,34 @@ class ClusterSearch:
                     "event": EVENT_ANSWERED,
                     "id": number,
                     "operations": operations,
-                    "at_s": round(self._clock(), 3),
+                    "at_s": round(time.time(), 3),
                 }
             )
         return operations
 
-    def _handle(self, event: Mapping[str, Any]) -> None:
-        engine = self.engine
-        if completed := event.get("validationCompleted"):
-            engine.validated(completed["requestId"], completed["metric"])
-        elif early := event.get("trialExitedEarly"):
-            engine.exited(early["requestId"], canceled=early["exitedReason"] in _BY_USER)
-        elif closed := event.get("trialClosed"):
-            engine.closed(closed["requestId"])
-
-    def _decide(self) -> None:
+    def _record(self, event: Mapping[str, Any]) -> list[Operation]:
+        ended = self._engine.end(event)
+        if ended is None:
+            return []
+        trial_id, outcome, operations = ended
         tuner, run = self.tuner, self.run
-        for trial_id, outcome in self.engine.poll(0):
-            searched = tuner.decisions.search_began
-            tuner.record(trial_id, outcome)
-            self._narrator.ended(run, run.trials[trial_id], outcome)
-            if tuner.decisions.search_began and not searched:
-                self._narrator.began(run, tuner.decisions.forecast)
-        for trial in tuner.next_trials(self.engine.free_slots):
-            self.engine.launch(trial)
-            self._narrator.started(run, trial)
+        searched = tuner.decisions.search_began
+        tuner.record(trial_id, outcome)
+        self._narrator.ended(run, run.trials[trial_id], outcome)
+        if tuner.decisions.search_began and not searched:
+            self._narrator.began(run, tuner.decisions.forecast)
+        return operations
+
+    def _decide(self) -> list[Operation]:
+        tuner, operations = self.tuner, []
+        for trial in tuner.next_trials(self._engine.free_slots):
+            operations += self._engine.launch(trial)
+            self._narrator.started(self.run, trial)
         if tuner.finished:
             tuner.stop()
-            self.engine.close(failure=tuner.decisions.failure is not None)
+            failed = tuner.decisions.failure is not None
+            operations.append({SHUTDOWN: {"cancel": False, "failure": failed}})
+        return operations
 
 
 def _last_event_s(events: Sequence[Mapping[str, Any]]) -> float | None:
