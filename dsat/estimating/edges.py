@@ -28,7 +28,7 @@ class Edge:
     memory_bytes: int
     strategy: Strategy
     missing_bytes: int
-    saved_bytes: int
+    saved_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "strategy": self.strategy.name}
@@ -53,16 +53,18 @@ def missing(needed_bytes: int, memory_bytes: int) -> int:
     return round(needed_bytes * UNCALIBRATED_MARGIN) - memory_bytes
 
 
-def nearly_fitting(lines: Sequence[Line]) -> list[tuple[Line, int]]:
-    """Return lines with the sizes that they nearly fit, for each number of devices.
+def nearly_fitting(lines: Sequence[Line]) -> list[Edge]:
+    """Return the strategies that nearly fit, for each number of devices and size.
 
     It is the first one, in the usual order, before any that fits.
     """
-    found: dict[tuple[int, int], tuple[Line, int] | None] = {}
+    found: dict[tuple[int, int], Edge | None] = {}
     for line in lines:
         for size, most in line.largest.items():
+            lacking = missing(line.needed, size)
             if most:
                 found.setdefault((line.slots, size), None)
-            elif 0 < missing(line.needed, size) <= _NEAR * size:
-                found.setdefault((line.slots, size), (line, size))
-    return [near for near in found.values() if near is not None]
+            elif 0 < lacking <= _NEAR * size:
+                edge = Edge(line.slots, size, line.strategy, lacking)
+                found.setdefault((line.slots, size), edge)
+    return [edge for edge in found.values() if edge is not None]

@@ -5,13 +5,14 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dsat.command import ds_config
 from dsat.memory import host
 from dsat.memory.predictor import Basis, MemoryModel, fits_host
+from dsat.memory.strategies import compared, with_strategy
 from dsat.search import cards as known
 from dsat.values import format as fmt
 from dsat.values import parallelism
@@ -49,19 +50,18 @@ class Choice:
 def fewest(
     basis: Basis,
     base: Mapping[str, Any],
-    configuration: Callable[[Strategy, int], Mapping[str, Any]],
-    strategies: Sequence[Strategy],
     host_memory: int | None = None,
     sizes: Sequence[int] = SIZES,
 ) -> list[Choice]:
     """Return the fewest cards of each size: without offloading, and with it if fewer.
 
     Args:
+        base: the user's DeepSpeed configuration.
         host_memory: bytes of a host, if they are known.
         sizes: bytes of a card.
     """
-    offloading = [strategy for strategy in strategies if strategy.offloads]
-    without = [strategy for strategy in strategies if not strategy.offloads]
+    offloading = [strategy for strategy in compared(base) if strategy.offloads]
+    without = [strategy for strategy in compared(base) if not strategy.offloads]
     shared = parallelism.of_config(base)
     total, *fixed = (base.get(key) for key in ds_config.BATCH_KEYS)
     counts = [n for n in _COUNTS if n % shared.shared == 0]
@@ -74,7 +74,7 @@ def fewest(
         choices, facts = [], basis.variants[0].facts
         model = MemoryModel(basis, slots=cards, limit_bytes=size, on_device=True)
         for strategy in among:
-            config = configuration(strategy, cards)
+            config = with_strategy(base, strategy, cards)
             shape = model.shape(config, {})
             most = int(model.largest(shape))
             if most >= 1:

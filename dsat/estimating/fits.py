@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from dsat.estimating.options import EstimateSettings
 from dsat.estimating.tables import LineByLine, needs_simulation
 from dsat.memory import host
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, fits_host
-from dsat.memory.strategies import compared, with_strategy
+from dsat.memory.strategies import with_strategy
 from dsat.prepare.simulated_model import SimulatedModel, simulate
 from dsat.simulation.client import SimulationUnavailable
 from dsat.simulation.protocol import Question
@@ -82,7 +81,8 @@ class Fit:
         return {**vars(self), "strategy": self.strategy.name, "batch": batch}
 
     def __str__(self) -> str:
-        with_what = f"{_listed(self.chosen)}micro batch {self.batch.micro_batch}"
+        added = f"{', '.join(self.chosen)} and " if self.chosen else ""
+        with_what = f"{added}micro batch {self.batch.micro_batch}"
         text = [
             f"{self.name} {'fits' if self.fits else 'does not fit'} {self.slots} x "
             f"{_size(self.card_bytes)}: {self.strategy.label} with {with_what} needs "
@@ -121,11 +121,6 @@ class Fit:
         return text
 
 
-def _listed(parts: Sequence[str]) -> str:
-    """Return what comes before the last part of a list."""
-    return f"{', '.join(parts)} and " if parts else ""
-
-
 def _size(size_bytes: int) -> str:
     """Return a size as the user is likely to have written it."""
     gigabytes, rest = divmod(size_bytes, _GB)
@@ -155,36 +150,46 @@ def fit(settings: EstimateSettings) -> Fit:
         UserInputError: the settings or the files are wrong.
         DsatError: the configuration cannot be simulated.
     """
-    assert settings.fits is not None
-    host_limit = settings.fits[2]
-    if host_limit is not None:
-        if settings.host_memory not in (None, host_limit):
-            raise UserInputError("gives the host other memory than --fits", where="--host-memory")
-        settings = replace(settings, host_memory=host_limit)
-    with simulate(settings) as model:
-        if _has_own(settings):
+    devices = _devices(settings)
+    with simulate(devices) as model:
+        if devices.has_own:
             own = ds_config.prepare_for_training(model.config)
-            return _check(
-                model, settings, _Candidate(own, (), f"simulating {of_config(own).label}")
-            )
-        for candidate in _candidates(model, settings):
-            found = _check(model, settings, candidate)
+            note = f"simulating {of_config(own).label}"
+            return _check(model, devices, _Candidate(own, (), note))
+        for candidate in _candidates(model, devices):
+            found = _check(model, devices, candidate)
             if found.fits:
                 return found
-        return replace(found, ways_out=_ways_out(model, settings))
+        return replace(found, ways_out=_ways_out(model, devices))
 
 
-def _check(model: SimulatedModel, settings: EstimateSettings, candidate: _Candidate) -> Fit:
-    """Simulate a configuration, unless the formula is to answer, and compare it."""
+def _devices(settings: EstimateSettings) -> EstimateSettings:
+    """Return the settings for a table of the devices of `settings.fits` alone."""
     assert settings.fits is not None
-    slots, card_bytes, _ = settings.fits
+    slots, card_bytes, host_memory = settings.fits
+    if host_memory is None:
+        host_memory = settings.host_memory
+    elif settings.host_memory not in (None, host_memory):
+        raise UserInputError("gives the host other memory than --fits", where="--host-memory")
+    return replace(
+        settings,
+        fits=None,
+        slot_counts=(slots,),
+        slot_memories=(card_bytes,),
+        host_memory=host_memory,
+    )
+
+
+def _check(model: SimulatedModel, devices: EstimateSettings, candidate: _Candidate) -> Fit:
+    """Simulate a configuration, unless the formula is to answer, and compare it."""
+    [slots], [card_bytes] = devices.slot_counts, devices.slot_memories
     batch = ds_config.resolve_batch(model.config, slots, where="--fits")
     config = {**ds_config.drop_batch_sizes(candidate.config), ds_config.BATCH_KEYS[2]: batch.gas}
     switches = {CHECKPOINTING: True} if _CHECKPOINTS in candidate.added else {}
     facts = model.simulator.facts(model.config, switches)
     asked = Question(config, batch.micro_batch, slots, switches)
     peak, anchors = None, []
-    if not settings.formula or needs_simulation(config):
+    if not devices.formula or needs_simulation(config):
         with slow.logged(_log, candidate.progress, at_once=True):
             [estimate] = model.simulator.estimates([asked])
         if isinstance(estimate, str):
@@ -194,12 +199,11 @@ def _check(model: SimulatedModel, settings: EstimateSettings, candidate: _Candid
     memory = MemoryModel(basis, slots=slots, limit_bytes=card_bytes, on_device=True)
     shape, saved = memory.shape(config, {}), 0
     fits = memory.fits(shape, batch.micro_batch)
-    may_recompute = _has_own(settings) and settings.activation_checkpointing != "on"
+    may_recompute = devices.has_own and devices.activation_checkpointing != "on"
     if peak is not None and may_recompute and not fits:
         [less] = model.simulator.estimates([asked._replace(switches={CHECKPOINTING: True})])
         saved = 0 if isinstance(less, str) else max(0, peak - less.peak)
     host_bytes = host.of_host(facts, config, shape.host_bytes, slots)
-    unpinned = host.ranks(slots) * host.saved_without_pinning(facts, config, slots=slots)
     return Fit(
         name=model.name,
         slots=slots,
@@ -210,29 +214,23 @@ def _check(model: SimulatedModel, settings: EstimateSettings, candidate: _Candid
         ways_out=(),
         needed_bytes=memory.predicted_bytes(shape, batch.micro_batch),
         host_bytes=host_bytes,
-        saved_bytes=unpinned,
-        host_limit=settings.host_memory,
-        fits=fits and fits_host(host_bytes, settings.host_memory),
+        saved_bytes=host.saved_without_pinning(facts, config, slots=slots),
+        host_limit=devices.host_memory,
+        fits=fits and fits_host(host_bytes, devices.host_memory),
         largest=int(memory.largest(shape)),
         saved_by_checkpointing=saved,
     )
 
 
-def _has_own(settings: EstimateSettings) -> bool:
-    """Return whether the user has a configuration, so that no other is tried."""
-    return settings.model is None or settings.ds_config is not None
-
-
-def _candidates(model: SimulatedModel, settings: EstimateSettings) -> Iterator[_Candidate]:
+def _candidates(model: SimulatedModel, devices: EstimateSettings) -> Iterator[_Candidate]:
     """Yield what to check if the user gives no configuration, until one fits.
 
     First come the strategies that fit by formula, the fastest first: as the model is, with
     activation checkpointing, with memory of the host that is not pinned, and with both. The last
     is the strategy, with both, that lacks least.
     """
-    assert settings.fits is not None
-    slots, devices = settings.fits[0], _devices(settings)
-    may_recompute = settings.activation_checkpointing is None
+    [slots] = devices.slot_counts
+    may_recompute = devices.activation_checkpointing is None
     for pins, recomputes in itertools.product((True, False), (False, True)[: 1 + may_recompute]):
         config = model.config if pins else _unpinned(model.config)
         switches = {CHECKPOINTING: True} if recomputes else {}
@@ -250,13 +248,6 @@ def _candidates(model: SimulatedModel, settings: EstimateSettings) -> Iterator[_
     yield _Candidate(with_strategy(config, nearest, slots), added, note)
 
 
-def _devices(settings: EstimateSettings) -> EstimateSettings:
-    """Return settings for a table of the devices of `settings.fits`."""
-    assert settings.fits is not None
-    slots, card_bytes, _ = settings.fits
-    return replace(settings, fits=None, slot_counts=(slots,), slot_memories=(card_bytes,))
-
-
 def _lacking(line: Line, devices: EstimateSettings) -> int:
     """Return the bytes that a device and a host lack together."""
     lacking = max(0, edges.missing(line.needed, devices.slot_memories[0]))
@@ -265,31 +256,24 @@ def _lacking(line: Line, devices: EstimateSettings) -> int:
     return lacking
 
 
-def _ways_out(model: SimulatedModel, settings: EstimateSettings) -> tuple[str, ...]:
+def _ways_out(model: SimulatedModel, devices: EstimateSettings) -> tuple[str, ...]:
     """Return what may help where no strategy fits."""
-    assert settings.fits is not None
-    slots, card_bytes, _ = settings.fits
-    is_off = settings.activation_checkpointing == "off"
+    [slots], [card_bytes] = devices.slot_counts, devices.slot_memories
+    is_off = devices.activation_checkpointing == "off"
     switches = {} if is_off else {CHECKPOINTING: True}
     config = _unpinned(model.config)
-    found = fewest_cards.fewest(
-        Basis.of_model(model.simulator.facts(config, switches)),
-        config,
-        functools.partial(with_strategy, config),
-        compared(config),
-        settings.host_memory,
-        sizes=(card_bytes,),
-    )
+    basis = Basis.of_model(model.simulator.facts(config, switches))
+    found = fewest_cards.fewest(basis, config, devices.host_memory, sizes=(card_bytes,))
     enough = min((choice.cards for choice in found if choice.cards > slots), default=None)
     ways = ["more or larger GPUs" if enough is None else f"at least {enough} such GPUs"]
     if is_off:
         ways.append("activation checkpointing")
-    table = LineByLine(replace(model, config=config), _devices(settings), switches)
+    table = LineByLine(replace(model, config=config), devices, switches)
     # A device needs as much if its state is on NVMe, which DeepSpeed has in stage 3 alone.
     of_stage_3 = [each for each in table.lines() if each.strategy.stage == 3]
     if any(s.strategy.offloads and edges.missing(s.needed, card_bytes) <= 0 for s in of_stage_3):
         ways.append('offloading to NVMe ("device": "nvme" in --ds-config)')
-    if settings.lora is None:
+    if devices.lora is None:
         ways.append("adapters alone (--lora r=16,target=all-linear)")
     return tuple(ways)
 

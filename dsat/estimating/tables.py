@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from dsat.command.switches import CHECKPOINTING
@@ -111,21 +109,18 @@ class LineByLine:
         with slow.logged(_log, "running the model without memory", hint=_FASTER):
             self._facts = model.simulator.facts(model.config, switches)
         self._strategies = compared(model.config)
-        self._pairs = list(itertools.product(settings.slot_counts, self._strategies))
-        self._questions = [
-            Question(with_strategy(model.config, strategy, slots), 1, slots)
-            for slots, strategy in self._pairs
+        self._asked = [
+            (strategy, Question(with_strategy(model.config, strategy, slots), 1, slots))
+            for slots in settings.slot_counts
+            for strategy in self._strategies
         ]
-        self._estimates = [
-            closed_form.estimate(self._facts, asked.config, slots=asked.slots, micro_batch=1)
-            for asked in self._questions
-        ]
+        self._estimates = [self._by_formula(self._facts, asked) for _, asked in self._asked]
         self._simulated = 0
 
     @property
     def progress(self) -> str:
         """Return how many lines are simulated."""
-        return f"{self._simulated} of {len(self._pairs)} lines are simulated"
+        return f"{self._simulated} of {len(self._asked)} lines are simulated"
 
     def simulate(self) -> Iterator[int]:
         """Simulate the lines, those next to the answer first, unless the formula is to answer.
@@ -136,7 +131,7 @@ class LineByLine:
         if self._settings.formula and not needs_simulation(self._model.config):
             return
         order = self._order()
-        asked = [self._questions[line] for line in order]
+        asked = [self._asked[line][1] for line in order]
         with slow.logged(_log, "simulating", hint=lambda: f", {self.progress}"):
             yield self._settings.slot_counts[0]
             for number, answer in self._model.simulator.estimate_each(asked):
@@ -145,7 +140,7 @@ class LineByLine:
                     answer = replace(self._estimates[line], note=answer)
                 self._estimates[line] = answer
                 self._simulated += 1
-                yield self._pairs[line][0]
+                yield asked[number].slots
 
     def _order(self) -> list[int]:
         """Return lines by number of devices; first those advised by formula, and their neighbours.
@@ -160,15 +155,16 @@ class LineByLine:
         counts = list(self._settings.slot_counts)
 
         def key(line: int) -> tuple[int, bool]:
-            return counts.index(self._pairs[line][0]), self._pairs[line] not in first
+            strategy, asked = self._asked[line]
+            return counts.index(asked.slots), (asked.slots, strategy) not in first
 
-        return sorted(range(len(self._pairs)), key=key)
+        return sorted(range(len(self._asked)), key=key)
 
     @property
     def _basis(self) -> Basis:
         anchors = [
             Anchor(asked.config, 1, found, asked.slots)
-            for asked, found in zip(self._questions, self._estimates, strict=True)
+            for (_, asked), found in zip(self._asked, self._estimates, strict=True)
             if found.source == SIMULATED
         ]
         return Basis.of_model(self._facts, anchors)
@@ -182,17 +178,14 @@ class LineByLine:
         basis, script = self._basis, self._model.simulator.script
         return [
             _line(basis, strategy, asked, found, self._settings, script)
-            for (_, strategy), asked, found in zip(
-                self._pairs, self._questions, self._estimates, strict=True
-            )
+            for (strategy, asked), found in zip(self._asked, self._estimates, strict=True)
             if slots in (None, asked.slots)
         ]
 
     def estimate(self) -> Estimate:
         """Return the tables as they are known by now."""
         config, lines = self._model.config, self.lines()
-        configuration, limit = partial(with_strategy, config), self._settings.host_memory
-        cards = fewest_cards.fewest(self._basis, config, configuration, self._strategies, limit)
+        cards = fewest_cards.fewest(self._basis, config, self._settings.host_memory)
         advice = advise(self._facts, config, lines, self._length)
         near = self._edges(lines)
         return Estimate(self._model.name, self._facts, lines, advice, near, cards, self._length)
@@ -208,23 +201,21 @@ class LineByLine:
     def _edges(self, lines: Sequence[Line]) -> list[Edge]:
         """Return the strategies that nearly fit, with what recomputation saves by formula."""
         near = edges.nearly_fitting(lines)
-        at_once = self._settings.formula or self._simulated < len(self._pairs)  # or interrupted
+        at_once = self._settings.formula or self._simulated < len(self._asked)  # or interrupted
         recomputed = self._recomputed() if near and not at_once else None
+        if recomputed is None:
+            return near
         found = []
-        for line, size in near:
-            saved, lacking = 0, edges.missing(line.needed, size)
-            if recomputed is not None:
-                config, slots = self._config(line), line.slots
-                peaks = (
-                    closed_form.estimate(facts, config, slots=slots, micro_batch=1).peak
-                    for facts in (self._facts, recomputed)
-                )
-                saved = max(0, next(peaks) - next(peaks))
-            found.append(Edge(line.slots, size, line.strategy, lacking, saved))
+        for edge in near:
+            config = with_strategy(self._model.config, edge.strategy, edge.slots)
+            asked = Question(config, 1, edge.slots)
+            now, less = (self._by_formula(facts, asked) for facts in (self._facts, recomputed))
+            found.append(replace(edge, saved_bytes=max(0, now.peak - less.peak)))
         return found
 
-    def _config(self, line: Line) -> Mapping[str, Any]:
-        return self._questions[self._pairs.index((line.slots, line.strategy))].config
+    @staticmethod
+    def _by_formula(facts: ModelFacts, asked: Question) -> MemoryEstimate:
+        return closed_form.estimate(facts, asked.config, slots=asked.slots, micro_batch=1)
 
     def _recomputed(self) -> ModelFacts | None:
         """Return the facts of the model with checkpointing; None if that is on, or impossible."""
@@ -282,13 +273,12 @@ def _line(
     script: ScriptFacts,
 ) -> Line:
     config, slots, facts = asked.config, asked.slots, basis.variants[0].facts
-    ranks, limit = host.ranks(slots), settings.host_memory
     largest, longest, host_bytes = {}, {}, 0
     for size in settings.slot_memories:
         model = MemoryModel(basis, slots=slots, limit_bytes=size, on_device=True)
         shape = model.shape(config, {})
         host_bytes = host.of_host(facts, config, shape.host_bytes, slots)
-        has_room = fits_host(host_bytes, limit)
+        has_room = fits_host(host_bytes, settings.host_memory)
         most = model.largest(shape) if has_room else 0.0
         largest[size] = int(most)
         if script.sequence_length is not None:
@@ -296,7 +286,7 @@ def _line(
             tokens = int(most * script.sequence_length)
             longest[size] = min(tokens, script.model_takes or tokens)
     needed = needed_bytes(basis, config, slots)
-    saved = ranks * host.saved_without_pinning(facts, config, slots=slots)
+    saved = host.saved_without_pinning(facts, config, slots=slots)
     return Line(strategy, slots, found, needed, host_bytes, saved, largest, longest)
 
 

@@ -59,11 +59,11 @@ def ranks(slots: int) -> int:
 
 
 def saved_without_pinning(facts: ModelFacts, config: Mapping[str, Any], *, slots: int) -> int:
-    """Return the bytes of a rank that `"pin_memory": false` saves."""
+    """Return the bytes that `"pin_memory": false` saves on a usual host, for all its ranks."""
     if not is_pinned(config) or not any(training(facts, config, slots=slots)):
         return 0
     blocks = _of_optimizer(Setup.of(facts, config, slots))
-    return round(sum(pinned_bytes(size) - size for size in blocks))
+    return ranks(slots) * round(sum(pinned_bytes(size) - size for size in blocks))
 
 
 def is_pinned(config: Mapping[str, Any]) -> bool:

@@ -85,6 +85,11 @@ class ModelSettings(Target):
     )
     json: bool = option("--json", shell_only=True, help="print the answer as JSON")
 
+    @property
+    def has_own(self) -> bool:
+        """Return whether the user has a DeepSpeed configuration."""
+        return self.model is None or self.ds_config is not None
+
     def __post_init__(self) -> None:
         if self.model is not None and (self.command or self.config is not None):
             raise UserInputError(

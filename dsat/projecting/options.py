@@ -74,8 +74,3 @@ class ProjectSettings(ModelSettings):
         metavar="RUN",
         help="a run of the same script; its measured trials correct the projection",
     )
-
-    @property
-    def has_own(self) -> bool:
-        """Return whether the user gave a DeepSpeed configuration."""
-        return self.model is None or self.ds_config is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from dsat.estimating import fewest_cards
 from dsat.memory import closed_form
 from dsat.memory.facts import ModelFacts
 from dsat.memory.predictor import Basis, Variant
-from dsat.memory.strategies import COMPARED, with_strategy
+from dsat.memory.strategies import with_strategy
 from dsat.values.zero_strategy import Strategy
 
 GIB = 2**30
@@ -31,9 +30,7 @@ SEVENTY_BILLION = replace(SEVEN_BILLION, num_params=7 * 10**10, trainable_params
 
 def chosen(facts: ModelFacts, **settings: Any) -> list[fewest_cards.Choice]:
     base = {**BF16, **settings}
-    configuration = partial(with_strategy, base)
-    basis = Basis((Variant({}, facts),))
-    return fewest_cards.fewest(basis, base, configuration, COMPARED)
+    return fewest_cards.fewest(Basis((Variant({}, facts),)), base)
 
 
 def peak(choice: fewest_cards.Choice, **changes: Any) -> int:
@@ -95,7 +92,7 @@ def test_the_host_holds_the_weights_that_its_ranks_load() -> None:
     facts = replace(SEVEN_BILLION, uses_zero_init=False)
     basis = Basis((Variant({}, facts),))
     limit = 60 * GIB
-    found = fewest_cards.fewest(basis, BF16, partial(with_strategy, BF16), COMPARED, limit)
+    found = fewest_cards.fewest(basis, BF16, limit)
     assert found and all(1.05 * choice.host_bytes <= limit for choice in found)
     for choice in found:
         loaded = min(choice.cards, 8) * 2 * facts.num_params
