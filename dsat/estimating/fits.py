@@ -66,11 +66,6 @@ class Fit:
     saved_by_checkpointing: int
 
     @property
-    def fits_device(self) -> bool:
-        """Return whether each device holds its rank."""
-        return edges.missing(self.needed_bytes, self.card_bytes) <= 0
-
-    @property
     def fits_host(self) -> bool:
         """Return whether the host holds its ranks, as far as its memory is known."""
         return fits_host(self.host_bytes, self.host_limit)
@@ -90,15 +85,15 @@ class Fit:
             "and NCCL need memory on top.",
             *self._host(),
         ]
-        if not (self.fits or self.fits_device):
-            text.append(self._missing())
+        lacking = edges.missing(self.needed_bytes, self.card_bytes)
+        if lacking > 0:
+            text.append(self._missing(lacking))
         if self.ways_out:
             text.append(f"No other strategy fits. Use {', or '.join(self.ways_out)}.")
         return " ".join(text)
 
-    def _missing(self) -> str:
+    def _missing(self, lacking: int) -> str:
         """Return by how much the device is too small, and what to do."""
-        lacking = edges.missing(self.needed_bytes, self.card_bytes)
         text = f"It {edges.describe(lacking, self.saved_by_checkpointing)}."
         if self.largest:
             return f"{text} The largest micro batch that fits is {self.largest}."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,43 +148,48 @@ class Projection:
 
     def __str__(self) -> str:
         lines = [summary(self), *comparison(self), ""]
-        for heading, table in sections(self):
+        for heading, table in _tables(self):
             lines += [f"{heading}:", "", *table.markdown(), ""]
-        return "\n".join([*lines, *notes(self)])
+        return "\n".join([*lines, *_notes(self)])
+
+
+def _asked(shown: Projection) -> tuple[Row, ...]:
+    """Return the fastest strategies on the number of cards that the user asks about."""
+    return shown.best.get(shown.count, ())
 
 
 def summary(shown: Projection) -> str:
     """Return the model, the cards, and the time and cost if the user asks for them."""
-    card, asked = shown.card, shown.best.get(shown.count)
+    card, gpus = shown.card, fmt.count(shown.count, "GPU")
     trained = f" ({shown.trained:,} trained)" if shown.trained < shown.parameters else ""
     text = [
         f"{shown.name}: {shown.parameters:,} parameters{trained} on {card.name}, "
         f"{card.per_host} per host, {shown.network_bandwidth * 8e-9:.0f} usable Gbit/s for each "
         "between hosts."
     ]
-    if asked is not None:
+    if asked := _asked(shown):
         text += _training(shown, asked[0])
     elif shown.failures:
-        text.append(f"No simulated strategy fits {fmt.count(shown.count, 'GPU')}.")
+        text.append(f"No simulated strategy fits {gpus}.")
     else:
         text.append(
-            f"Nothing fits {fmt.count(shown.count, 'GPU')}. Use more GPUs, "
-            "--activation-checkpointing on or shorter samples; `dsat estimate` shows the memory of "
-            "each strategy."
+            f"Nothing fits {gpus}. Use more GPUs, --activation-checkpointing on or shorter "
+            "samples; `dsat estimate` shows the memory of each strategy."
         )
     return " ".join(text)
 
 
 def comparison(shown: Projection) -> list[str]:
     """Return what all strategies have in common, and why the fastest one is faster."""
-    first, *others = shown.best.get(shown.count, ()) or (None,)
-    if first is None:
+    asked = _asked(shown)
+    if not asked:
         return []
+    first, *others = asked
     tokens = f" of {shown.sequence_length:,} tokens" if shown.sequence_length else ""
-    checkpointing = "" if shown.recomputes is None else f" {shown.recomputes}"
+    checkpointing = shown.recomputes or "as in the script"
     text = [
         f"Same for all strategies: global batch of {first.global_batch:,} samples{tokens}, "
-        f"activation checkpointing{checkpointing or ' as in the script'}."
+        f"activation checkpointing {checkpointing}."
     ]
     if others:
         text.append(_why(first, others[0]))
@@ -231,27 +236,20 @@ def _tokens(number: float) -> str:
     return f"{number:,.0f}" if number < 1e6 else fmt.prefixed(number).replace("G", "B")
 
 
-def sections(shown: Projection) -> list[tuple[str, Table]]:
-    """Return the tables, each with its heading."""
-    tables = []
-    asked = shown.best.get(shown.count, ())
-    if asked:
-        best = asked[0]
-        tables.append(
-            (f"The fastest on {fmt.count(shown.count, 'GPU')}", _strategies(shown, asked))
-        )
-        tables.append(
-            (f"A step of {best.strategy.label} on {fmt.count(shown.count, 'GPU')}", _parts(best))
-        )
+def _tables(shown: Projection) -> Iterator[tuple[str, Table]]:
+    """Yield the tables, each with its heading."""
+    gpus = fmt.count(shown.count, "GPU")
+    if asked := _asked(shown):
+        yield f"The fastest on {gpus}", _strategies(shown, asked)
+        yield f"A step of {asked[0].strategy.label} on {gpus}", _parts(asked[0])
     if shown.best:
         fastest = [rows[0] for rows in shown.best.values()]
-        tables.append(("The fastest by number of GPUs", _scaling(shown, fastest)))
+        yield "The fastest by number of GPUs", _scaling(shown, fastest)
     if shown.own:
-        tables.append(("Your configuration", _scaling(shown, shown.own)))
-    return tables
+        yield "Your configuration", _scaling(shown, shown.own)
 
 
-def notes(shown: Projection) -> list[str]:
+def _notes(shown: Projection) -> list[str]:
     """Return the sources of the numbers, and what they do not include."""
     text = [f"Not simulated: {label}: {reason}." for label, reason in shown.failures.items()]
     if shown.tokens is None:
@@ -265,7 +263,7 @@ def notes(shown: Projection) -> list[str]:
     return [*text, f"Not modelled: {NOT_MODELLED}."]
 
 
-def rate(row: Row, tokens: int | None) -> str:
+def _rate(row: Row, tokens: int | None) -> str:
     """Return `12,300 tokens/s (10,100 to 14,900)`, or samples if they have no tokens."""
     value, unit = row.samples_per_second * (tokens or 1), "tokens/s" if tokens else "samples/s"
     low, high = row.spread
@@ -279,21 +277,16 @@ def _number(value: float) -> str:
 def _strategies(shown: Projection, rows: Sequence[Row]) -> Table:
     heads = ["strategy", "micro batch", "global batch", "throughput", "MFU", "memory per GPU"]
     cells = [
-        [
-            row.strategy.label,
-            _batch(row),
-            f"{row.global_batch:,}",
-            rate(row, shown.sequence_length),
-            fmt.percent(row.mfu),
-            fmt.memory(row.memory_bytes),
-        ]
-        for row in rows
+        [*_cells(shown, row), fmt.percent(row.mfu), fmt.memory(row.memory_bytes)] for row in rows
     ]
     return Table(heads, cells, numbers=["global batch", *heads[4:]])
 
 
-def _batch(row: Row) -> str:
-    return str(row.micro_batch) if row.gas == 1 else f"{row.micro_batch} x {row.gas}"
+def _cells(shown: Projection, row: Row) -> list[str]:
+    """Return strategy, micro batch, global batch and throughput."""
+    batch = str(row.micro_batch) if row.gas == 1 else f"{row.micro_batch} x {row.gas}"
+    rate = _rate(row, shown.sequence_length)
+    return [row.strategy.label, batch, f"{row.global_batch:,}", rate]
 
 
 def _parts(row: Row) -> Table:
@@ -312,10 +305,7 @@ def _scaling(shown: Projection, rows: Sequence[Row]) -> Table:
     cells = [
         [
             str(row.slots),
-            row.strategy.label,
-            _batch(row),
-            f"{row.global_batch:,}",
-            rate(row, shown.sequence_length),
+            *_cells(shown, row),
             _number(row.samples_per_second * (shown.sequence_length or 1) / row.slots),
             fmt.percent(row.mfu),
             "yes" if row.fits else "no",
