@@ -13,7 +13,7 @@ from typing import Any
 from selenium.webdriver.support.ui import WebDriverWait
 
 from dsat.run.run import Run
-from dsat.show import page, past_runs
+from dsat.show import page, past_runs, plots
 from dsat.show.view import RunView
 from testing.browser import chromium
 from testing.shown import RECORDED
@@ -29,10 +29,8 @@ def main(folder: Path | None) -> None:
     """
     _photograph(past_runs.load(RECORDED).run, DOCS / "report.png")
     if folder is not None:
-        specs = [
-            plot["spec"]
-            for plot in page.parts(RunView.build(past_runs.load(folder).run), "trials", "")["plots"]
-        ]
+        view = RunView.build(past_runs.load(folder).run)
+        specs = [plot["spec"] for plot in plots.make_plots(view)]
         _draw(specs, "ran", DOCS / "throughput.svg")
 
 
@@ -48,10 +46,9 @@ def _draw(specs: list[dict[str, Any]], layer: str, path: Path) -> None:
 def _photograph(run: Run, path: Path) -> None:
     command = (RECORDED / "command.txt").read_text(encoding="utf-8").strip()
     with chromium() as browser, tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / page.PAGE_FILE
-        report.write_text(page.html(RunView.build(run), "trials", command), encoding="utf-8")
+        page.write_page(RunView.build(run), Path(folder), command)
         browser.set_window_size(1100, 1150)
-        browser.get(report.as_uri())
+        browser.get((Path(folder) / page.PAGE_FILE).as_uri())
         WebDriverWait(browser, 60).until(
             lambda b: b.execute_script("return document.body.dataset.drawn === 'yes'")
         )

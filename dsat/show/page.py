@@ -27,45 +27,38 @@ _VEGA_LITE = "6.1"
 
 def write_page(view: RunView, folder: Path, train_line: str) -> None:
     """Write the page into a run's folder, with the command that trains the best configuration."""
-    write_atomically(folder / PAGE_FILE, html(view, TRIALS_FOLDER, train_line))
-
-
-def html(view: RunView, folders: str, train_line: str) -> str:
-    """Return the page's text.
-
-    `folders` is the place of trials' folders relative to the page, empty for no links to them.
-    """
-    return render("page.html", watch="", **parts(view, folders, train_line))
+    text = _render("page.html", watch="", **_parts(view, TRIALS_FOLDER, train_line))
+    write_atomically(folder / PAGE_FILE, text)
 
 
 def watch_html(view: RunView, folder: str) -> str:
     """Return the page of `dsat watch`, which fetches `watch_parts`."""
-    script = template("watch.js")
-    return render("page.html", view=view, folder=folder, watch=script, plots=[])
+    script = _template("watch.js")
+    return _render("page.html", view=view, folder=folder, watch=script, plots=[])
 
 
 def watch_parts(view: RunView, train_line: str) -> dict[str, Any]:
     """Return the report without its page: `html`, and the `specs` of its plots."""
     if not view.trials:
         return {"html": "<p>No trial has begun.</p>", "specs": []}
-    values = parts(view, "", train_line)
+    values = _parts(view, "", train_line)
     specs = [plot["spec"] for plot in values["plots"]]
-    return {"html": render("body.html", **values), "specs": specs}
+    return {"html": _render("body.html", **values), "specs": specs}
 
 
-def render(which: str, /, **values: Any) -> str:
+def _render(which: str, /, **values: Any) -> str:
     """Render a template with values, style and Vega."""
-    common = {"css": template("page.css"), "script": template("page.js"), "vega": _vega()}
-    text: str = _compile_template(which).render({**common, **values})
+    common = {"css": _template("page.css"), "script": _template("page.js"), "vega": _vega()}
+    text: str = _environment().get_template(which).render({**common, **values})
     return text
 
 
 @cache
-def _compile_template(which: str) -> Any:
+def _environment() -> Any:
     import jinja2
 
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(template),
+        loader=jinja2.FunctionLoader(_template),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -73,11 +66,14 @@ def _compile_template(which: str) -> Any:
     )
     environment.filters["address"] = lambda path: quote(os.fsencode(path))
     environment.filters["strategy"] = fmt.strategy
-    return environment.get_template(which)
+    return environment
 
 
-def parts(view: RunView, folders: str, train_line: str) -> dict[str, Any]:
-    """Return the values of the page's templates; see `html`."""
+def _parts(view: RunView, folders: str, train_line: str) -> dict[str, Any]:
+    """Return the values of the page's templates.
+
+    `folders` is the place of trials' folders relative to the page, empty for no links to them.
+    """
     best = view.best and view.best.trial
     return {
         "view": view,
@@ -111,6 +107,6 @@ def _vega() -> str:
 
 
 @cache
-def template(name: str) -> str:
+def _template(name: str) -> str:
     """Return the text of a template."""
     return (resources.files("dsat.show") / "templates" / name).read_text(encoding="utf-8")
