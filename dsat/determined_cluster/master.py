@@ -39,6 +39,9 @@ class Master:
     """Session with a master; requests wait while the master is unreachable."""
 
     def __init__(self, determined: Any, say: Callable[[str], None]) -> None:
+        from determined.common.api import bindings
+
+        self._api: Any = bindings
         self._determined = determined
         self._say = say
 
@@ -104,11 +107,11 @@ class Master:
 
     def find(self, tag: str) -> Any:
         """Return the experiment whose description begins with a tag; None without."""
-        from determined.common.api import bindings, read_paginated
+        from determined.common.api import read_paginated
 
         def page(offset: int) -> Any:
             return self.ask(
-                lambda: bindings.get_GetExperiments(
+                lambda: self._api.get_GetExperiments(
                     self.session, description=tag, offset=offset, limit=100
                 )
             )
@@ -149,11 +152,9 @@ class Master:
 
     def file(self, experiment_id: int, name: str) -> str:
         """Return the text of a file in an experiment's context."""
-        from determined.common.api import bindings
-
-        body = bindings.v1GetModelDefFileRequest(path=name)
+        body = self._api.v1GetModelDefFileRequest(path=name)
         answer = self.ask(
-            lambda: bindings.post_GetModelDefFile(
+            lambda: self._api.post_GetModelDefFile(
                 self.session, body=body, experimentId=experiment_id
             )
         )
@@ -161,38 +162,31 @@ class Master:
 
     def newest_checkpoint(self, experiment_id: int) -> str | None:
         """Return the UUID of an experiment's newest checkpoint; None without."""
-        from determined.common.api import bindings
-
         answer = self.ask(
-            lambda: bindings.get_GetExperimentCheckpoints(
+            lambda: self._api.get_GetExperimentCheckpoints(
                 self.session,
                 id=experiment_id,
                 limit=1,
-                sortByAttr=bindings.checkpointv1SortBy.BATCH_NUMBER,
-                orderBy=bindings.v1OrderBy.DESC,
-                states=[bindings.checkpointv1State.COMPLETED],
+                sortByAttr=self._api.checkpointv1SortBy.BATCH_NUMBER,
+                orderBy=self._api.v1OrderBy.DESC,
+                states=[self._api.checkpointv1State.COMPLETED],
             )
         )
         return answer.checkpoints[0].uuid if answer.checkpoints else None
 
     def _experiment(self, experiment_id: int) -> Any:
-        from determined.common.api import bindings
-
-        answer = bindings.get_GetExperiment(self.session, experimentId=experiment_id)
-        return answer.experiment
+        return self._api.get_GetExperiment(self.session, experimentId=experiment_id).experiment
 
     def kill(self, experiment_id: int) -> None:
         """End an experiment, if it exists."""
-        from determined.common.api import bindings, errors
+        from determined.common.api import errors
 
         with contextlib.suppress(errors.NotFoundException):
-            self.ask(lambda: bindings.post_KillExperiment(self.session, id=experiment_id))
+            self.ask(lambda: self._api.post_KillExperiment(self.session, id=experiment_id))
 
     def cancel(self, experiment_id: int) -> None:
         """Cancel an experiment; its processes may finish."""
-        from determined.common.api import bindings
-
-        self.ask(lambda: bindings.post_CancelExperiment(self.session, id=experiment_id))
+        self.ask(lambda: self._api.post_CancelExperiment(self.session, id=experiment_id))
 
     def describe(self, experiment_id: int, text: str) -> None:
         self.ask(lambda: self._determined.get_experiment(experiment_id).set_description(text))
@@ -249,9 +243,8 @@ def is_unreachable(error: BaseException) -> bool:
     if isinstance(error, errors.APIException):
         return int(error.status_code) in range(502, 600)
     refused = (errors.ForbiddenException, errors.UnauthenticatedException)
-    if isinstance(error, errors.BadRequestException):
-        return not isinstance(error, refused)
-    return isinstance(error, OSError)  # requests' own exceptions are such
+    away = (errors.BadRequestException, OSError)  # requests' own exceptions are such
+    return isinstance(error, away) and not isinstance(error, refused)
 
 
 def retry_limit_s(error: BaseException) -> float:

@@ -11,7 +11,6 @@ it ends at the first request that fails; and it cannot read that a user canceled
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import sys
@@ -335,11 +334,8 @@ def run_job(job: Job, folder: Path) -> None:
             return
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run the container's command."""
-    parser = argparse.ArgumentParser(prog="dsat.determined_cluster.runner")
-    parser.add_argument("job", type=Path)
-    path: Path = parser.parse_args(argv).job
+def main(path: Path) -> None:
+    """Run the container's command, with the job in a file."""
     logging.basicConfig(level=logging.INFO, format=determined.LOG_FORMAT)
     # Their lines on each event and each attempt are noise here.
     for name in ("determined.core", "determined.searcher", "urllib3"):
@@ -349,4 +345,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(Path(sys.argv[1]))

@@ -53,7 +53,7 @@ class ClusterSearch:
         job: Job,
         engine: ClusterEngine,
         *,
-        events: Sequence[Mapping[str, Any]] = (),
+        events: Sequence[Mapping[str, Any]],
         say: Callable[[str], None],
     ) -> None:
         self._engine = engine
