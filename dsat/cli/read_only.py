@@ -100,7 +100,7 @@ def _export(settings: ExportSettings) -> None:
 
 def _watch(settings: WatchSettings) -> None:
     server = watch.Server(past_runs.find(settings.run), settings.port)
-    _print({"url": server.url} if settings.json else None, watch.how_to_open(server.url))
+    _print({"url": server.url} if settings.json else None, server.how_to_open())
     sys.stdout.flush()
     with contextlib.suppress(KeyboardInterrupt):
         server.serve_forever()

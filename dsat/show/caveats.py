@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Iterable, Iterator
 
 from dsat.in_trial import batches
+from dsat.in_trial.adapters.deepspeed_calls import ZERO_INIT
 from dsat.in_trial.config_injection import SEVERAL_ENGINES
 from dsat.in_trial.steps import RAREST
 from dsat.run.comparison import Gain
@@ -42,6 +43,8 @@ def find_caveats(run: Run, best: Trial, outcome: Outcome, found: Gain | None) ->
     yield from _warn_of_optimizer(run, best)
     if any(SEVERAL_ENGINES in each.warnings for each in run.outcomes.values()):
         yield f"{SEVERAL_ENGINES}."
+    if ZERO_INIT in outcome.warnings:
+        yield f"{ZERO_INIT}."
 
 
 def trains_wrongly(run: Run) -> bool:
@@ -99,13 +102,10 @@ def _intervals(run: Run, trials: Iterable[Trial]) -> list[float]:
 def _warn_of_drift(run: Run) -> Iterator[str]:
     """Warn if the user's own configuration changed its speed during the run."""
     own = run.baseline
-    first = None if own is None else run.value(own)
-    again = [
-        value
-        for trial_id, repeated in run.repeated.items()
-        if own is not None and repeated == own.id
-        if (value := run.value(run.trials[trial_id])) is not None
-    ]
+    if own is None:
+        return
+    repeats = (run.trials[i] for i, repeated in run.repeated.items() if repeated == own.id)
+    first, again = run.value(own), [v for v in map(run.value, repeats) if v is not None]
     if first is None or not again:
         return
     later = statistics.median(again)

@@ -16,7 +16,7 @@ from dsat.values.trial import Trial
 
 STAGE = "zero_optimization.stage"
 TRAIN_BATCH, MICRO_BATCH, GAS = BATCH_KEYS
-_FIRST = (STAGE, MICRO_BATCH, GAS, TRAIN_BATCH)
+# In the order in which they are shown, before all others.
 _NAMES = {
     STAGE: "ZeRO stage",
     MICRO_BATCH: "micro batch",
@@ -70,8 +70,8 @@ def differences(plan: Plan, trial: Trial, switches: Mapping[str, Any]) -> list[D
     """
     own = _settings({**plan.config(plan.own_batch.config()), **switches})
     its = _settings({**plan.config(trial.overrides), **switches, **trial.script_args})
-    found = []
-    for key in sorted(own.keys() | its.keys(), key=lambda key: (_order(key), key)):
+    found, others = [], sorted((own.keys() | its.keys()) - _NAMES.keys())
+    for key in (*_NAMES, *others):
         default = _default_of(plan, key, trial.stage)
         if own.get(key, default) != its.get(key, default):
             found.append(Difference(key, own.get(key), its.get(key), default))
@@ -88,7 +88,3 @@ def _default_of(plan: Plan, key: str, stage: int) -> Any:
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
     return flat(hide_secrets_in_values(config))
-
-
-def _order(key: str) -> int:
-    return _FIRST.index(key) if key in _FIRST else len(_FIRST)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dsat.in_trial.adapters.deepspeed_calls import ZERO_INIT
 from dsat.run.comparison import Gain
 from dsat.run.finals import LEAST_RUN
 from dsat.run.finals_phase import contenders
@@ -103,7 +102,6 @@ def verdict(run: Run) -> Verdict:
         (
             *_describe_failures(run),
             *caveats.find_caveats(run, best, outcome, gain(run)),
-            *([f"{ZERO_INIT}."] if ZERO_INIT in outcome.warnings else []),
             *memory_warning(run),
         ),
     )
@@ -313,44 +311,40 @@ def _no_finals(run: Run) -> str:
 
 def _batch_advice(run: Run, best: Trial) -> list[str]:
     """Return the gain at the user's global batch size, if the best has another."""
-    own = run.plan.own_batch.train_batch_size
-    if best.batch.train_batch_size == own or run.baseline is None:
+    own, size = run.baseline, run.plan.own_batch.train_batch_size
+    if own is None or best.batch.train_batch_size == size:
         return []
+    steps, gained = _steps_per_epoch(run, own, best), _at_own_batch(run, own, best)
     keep = "to keep it, use --train-batch-size own"
-    steps = f"{steps}; " if (steps := _steps_per_epoch(run, best)) else ""
-    return [f"Batch: {steps}at your global batch of {own}, {_at_own_batch(run, best)}; {keep}."]
+    return [f"Batch: {steps}at your global batch of {size}, {gained}; {keep}."]
 
 
-def _steps_per_epoch(run: Run, best: Trial) -> str:
-    """Return `steps per epoch 100 -> 2`; empty if the data's size is unknown."""
+def _steps_per_epoch(run: Run, own: Trial, best: Trial) -> str:
+    """Return `steps per epoch 100 -> 2; `, or nothing if the data's size is unknown."""
     counts = []
-    for trial in (run.baseline, best):
-        outcome = None if trial is None else run.outcomes.get(trial.id)
-        if trial is None or outcome is None or outcome.most_samples is None:
+    for trial in (own, best):
+        outcome = run.outcomes.get(trial.id)
+        if outcome is None or outcome.most_samples is None:
             return ""
         counts.append(outcome.most_samples // trial.batch.micro_batch)
     before, after = counts
-    return f"steps per epoch {before} -> {after}"
+    return f"steps per epoch {before} -> {after}; "
 
 
-def _at_own_batch(run: Run, best: Trial) -> str:
-    assert run.baseline is not None
-    finals, own = run.finals, run.plan.own_batch.train_batch_size
+def _at_own_batch(run: Run, own: Trial, best: Trial) -> str:
+    finals, size = run.finals, run.plan.own_batch.train_batch_size
     if finals is not None and finals.over:
         found, trial = finals.same_batch_gain, run.same_batch_final
         if found is not None and trial is not None:
             return f"{trial.name} gains {say_gain(found)}"
         if best.id not in finals.with_same_batch:
-            larger = best.batch.train_batch_size > own
-            return (
-                "nothing faster was found: the whole gain comes from the "
-                f"{'larger' if larger else 'smaller'} batch"
-            )
-    own_value = run.value(run.baseline)
+            other = "larger" if best.batch.train_batch_size > size else "smaller"
+            return f"nothing faster was found: the whole gain comes from the {other} batch"
+    own_value = run.value(own)
     measured = {
         run.value(trial) or 0.0: trial
         for trial in searched(run)
-        if trial.batch.train_batch_size == own
+        if trial.batch.train_batch_size == size
     }
     if not measured or own_value is None:
         return "nothing else was measured"

@@ -16,7 +16,7 @@ from dsat.show.verdict import GainView, Verdict, verdict
 from dsat.space.deepspeed_settings import SETTING_NAMES
 from dsat.space.plan import Plan
 from dsat.values import format as fmt
-from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
+from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.table import Table
 from dsat.values.text import hide_secrets_in_values
 from dsat.values.trial import Trial, TrialKind
@@ -173,11 +173,6 @@ class RunView:
     def best_config(self) -> dict[str, Any] | None:
         """The best configuration, as `deepspeed.initialize` takes it."""
         return None if self.best is None else self.plan.config(self.best.trial.overrides)
-
-    @property
-    def profile(self) -> ModelProfile | None:
-        found = (view.outcome.profile for view in self.ended if view.outcome)
-        return next((profile for profile in found if profile is not None), None)
 
     @property
     def ended(self) -> list[TrialView]:

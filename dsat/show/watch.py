@@ -50,7 +50,15 @@ class Server(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        return f"http://{LOOPBACK}:{self.server_address[1]}/"
+        return f"http://{LOOPBACK}:{self.server_port}/"
+
+    def how_to_open(self) -> list[str]:
+        """Return instructions to open the page, here and from another machine."""
+        port = self.server_port
+        return [
+            f"Watch it at {self.url}",
+            f"From another machine, first: ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}",
+        ]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -120,12 +128,3 @@ def _version(folder: Path) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=1)
 def _load(folder: Path, version: tuple[int, ...]) -> PastRun:
     return past_runs.load(folder)
-
-
-def how_to_open(url: str) -> list[str]:
-    """Return instructions to open the page, here and from another machine."""
-    port = urlsplit(url).port
-    return [
-        f"Watch it at {url}",
-        f"From another machine, first: ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}",
-    ]
