@@ -56,20 +56,19 @@ class Submission:
         script: the user's script, one of them.
     """
 
-    master: str
-    reason: str
+    choice: Choice
     name: str
     job: Job
     config: dict[str, Any]
     files: dict[Path, Path]
     size_bytes: int
-    script: Path = Path()
+    script: Path
 
     @property
     def place(self) -> str:
         return (
-            f"tuning on the Determined cluster {self.master} ({self.reason}; --engine local tunes "
-            "on this machine)"
+            f"tuning on the Determined cluster {self.choice.master} ({self.choice.reason}; "
+            "--engine local tunes on this machine)"
         )
 
     def describe(self) -> Iterator[str]:
@@ -148,12 +147,13 @@ def select_place(settings: Settings) -> Choice:
 
 def submit(ready: Submission, *, detach: bool) -> Submitted:
     """Submit the search, and follow it to its end unless `detach`."""
-    master = clients.connect(ready.master, _log.info)
+    assert ready.choice.master is not None
+    master = clients.connect(ready.choice.master, _log.info)
     _log.info(ready.place)
     with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
         text = json.dumps(ready.job.to_json(), indent=1) + "\n"
         upload.lay_out(ready.files, text, Path(folder), ready.script)
-        with clients.explain_errors(ready.master):
+        with clients.explain_errors(ready.choice.master):
             number = master.create(ready.config, Path(folder))
     submitted = Submitted(number, master.url(number))
     _log.info("Created experiment %d: %s", number, submitted.url)
@@ -298,8 +298,8 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
     config = job.runner_config(
         experiment, plan, max_restarts=settings.max_search_runner_restarts, changes=changes
     )
-    named = (choice.master, choice.reason, experiment.name)
-    return Submission(*named, submitted, config, files, size, Path(program.script))
+    script = Path(program.script)
+    return Submission(choice, experiment.name, submitted, config, files, size, script)
 
 
 def _check_mappings(settings: Settings) -> None:

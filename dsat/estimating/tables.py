@@ -240,12 +240,7 @@ def opened(settings: EstimateSettings) -> Iterator[LineByLine]:
 
 
 def estimate(settings: EstimateSettings) -> Estimate:
-    """Simulate a model and return its tables.
-
-    Raises:
-        UserInputError: the settings or the files are wrong.
-        DsatError: the model cannot be simulated.
-    """
+    """Simulate a model and return its tables; raises as `opened` does."""
     with opened(settings) as found:
         for _ in found.simulate():
             pass

@@ -25,7 +25,7 @@ class ReadOnlySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class ShowSettings(ReadOnlySettings):
-    """Options of `dsat show`; no run means the newest."""
+    """Options of `dsat show`."""
 
     summary = "print the verdict of a run, or its trials"
     run: Path | None = option("run", kind=PATH, metavar="RUN", help=_NEWEST)
@@ -58,7 +58,7 @@ class CompareSettings(ReadOnlySettings):
 
 @dataclass(frozen=True, kw_only=True)
 class RunsSettings(ReadOnlySettings):
-    """Options of `dsat runs`; no folder means `dsat_runs`."""
+    """Options of `dsat runs`."""
 
     summary = "list runs, newest first"
     folder: Path | None = option(
@@ -68,7 +68,7 @@ class RunsSettings(ReadOnlySettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings(ReadOnlySettings):
-    """Options of `dsat export`; no run means the newest."""
+    """Options of `dsat export`."""
 
     summary = "export a run to Optuna, MLflow, TensorBoard, CSV or Parquet"
     run: Path | None = option("run", kind=PATH, metavar="RUN", help=_NEWEST)
@@ -87,10 +87,7 @@ class ExportSettings(ReadOnlySettings):
 
 @dataclass(frozen=True, kw_only=True)
 class WatchSettings(ReadOnlySettings):
-    """Options of `dsat watch`.
-
-    The run may be the number of an experiment on a Determined cluster; none means the newest.
-    """
+    """Options of `dsat watch`."""
 
     summary = "serve the report of a run as a page that refreshes itself"
     run: Path | None = option(
