@@ -16,7 +16,7 @@ import torch
 from torch.library import Library, fallthrough_kernel
 from torch.utils._pytree import tree_map
 
-from dsat.simulation.storage_tracker import tensors_in
+from dsat.simulation.operands import by_name, tensors_in
 
 _KEY = "AutocastPrivateUse1"
 _LOWER_PRECISION = """
@@ -107,8 +107,7 @@ class Autocast:
         return self._run(operator, torch.float32, args, kwargs)
 
     def _full_by_dtype(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
-        names = [argument.name for argument in operator._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = by_name(operator, args, kwargs)
         with torch._C._DisableAutocast():
             if self._is_eligible(args[0]) and given.get("dtype") is None:
                 given["dtype"] = torch.float32

@@ -20,10 +20,11 @@ from dsat.in_trial.profiler import hidden_size
 from dsat.memory.estimate import as_simulated
 from dsat.simulation.captured import Captured, ModuleSnapshot
 from dsat.simulation.known_values import ValuesMode
-from dsat.simulation.patches import SimulationUnsupported, for_fake_cpu
-from dsat.simulation.protocol import Question, ScriptFacts
+from dsat.simulation.operands import tensors_in
+from dsat.simulation.patches import for_fake_cpu
+from dsat.simulation.protocol import Question, ScriptFacts, SimulationUnsupported
 from dsat.simulation.simulation import ActivationPass, Simulation
-from dsat.simulation.storage_tracker import StorageTracker, tensors_in
+from dsat.simulation.storage_tracker import StorageTracker
 
 _TOKENS_DIM = 2  # samples and tokens
 _PRECISIONS = ("bf16", "bfloat16", "fp16")

@@ -15,7 +15,6 @@ import torch
 from dsat.simulation.fake_parameters import assign
 from dsat.simulation.protocol import Question
 
-_Named = dict[str, torch.Tensor | None]
 _HOOKS = tuple(name for name in vars(torch.nn.Module()) if "_hooks" in name)
 
 
@@ -113,14 +112,13 @@ class ModuleSnapshot:
         self.module = module
         self._modules = list(module.modules())
         self._hooks = self._hooks_now()
-        self._parameters: list[_Named] = [dict(m._parameters) for m in self._modules]
-        self._buffers: list[_Named] = [dict(m._buffers) for m in self._modules]
-        self._tensors = {
-            id(t): t
-            for tensors in (*self._parameters, *self._buffers)
-            for t in tensors.values()
-            if t is not None
-        }
+        self._places = [
+            (module, kind, name, tensor)
+            for kind in ("_parameters", "_buffers")
+            for module in self._modules
+            for name, tensor in vars(module)[kind].items()
+        ]
+        self._tensors = {id(t): t for *_, t in self._places if t is not None}
         self._forms = {key: _Form.of(tensor) for key, tensor in self._tensors.items()}
         devices = [t.device.type for t in self._tensors.values()]
         self.on_device = any(device not in ("cpu", "meta") for device in devices)
@@ -160,13 +158,8 @@ class ModuleSnapshot:
                 module.__dict__[name] = copy.copy(functions)
 
     def _put(self, tensors: Mapping[int, torch.Tensor]) -> None:
-        for module, parameters, buffers in zip(
-            self._modules, self._parameters, self._buffers, strict=True
-        ):
-            for name, own in parameters.items():
-                module._parameters[name] = None if own is None else tensors[id(own)]  # type: ignore[assignment]
-            for name, buffer in buffers.items():
-                module._buffers[name] = None if buffer is None else tensors[id(buffer)]
+        for module, kind, name, own in self._places:
+            vars(module)[kind][name] = None if own is None else tensors[id(own)]
 
     def sizes(self) -> dict[str, int]:
         """Sizes of parameters for `ModelFacts`."""

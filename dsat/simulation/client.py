@@ -87,10 +87,9 @@ class Simulator:
         self._model_switches = model_switches or {}
         self._problem, self._number = "", 0
         self._facts: dict[str, ModelFacts] = {}
-        self._folder, self._stack = Path(), contextlib.ExitStack()
 
     def __enter__(self) -> Simulator:
-        with self._stack as stack:
+        with contextlib.ExitStack() as stack:
             try:
                 temporary = tempfile.TemporaryDirectory(prefix="dsat-", ignore_cleanup_errors=True)
             except OSError as error:

@@ -19,7 +19,7 @@ import torch
 
 from dsat.errors import InvalidTrial
 from dsat.options import ALL_LINEAR
-from dsat.simulation.versions.transformers_types import type_argument
+from dsat.simulation.versions.transformers_models import type_argument
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _USUAL_SEQUENCE = 2048

@@ -25,7 +25,7 @@ import torch
 import wrapt
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from dsat.simulation.versions.transformers_types import loads_float32, type_argument
+from dsat.simulation.versions.transformers_models import loads_float32, type_argument
 
 aten = torch.ops.aten
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dsat.memory.estimate import MOST_TOKENS
 from dsat.simulation.fake_parameters import value_of
-from dsat.simulation.storage_tracker import tensors_in
+from dsat.simulation.operands import by_name, tensors_in
 
 aten = torch.ops.aten
 _MOST_FLOATS = 2**12  # positions in an image, say; no activations
@@ -153,8 +153,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func.namespace == "c10d":  # the schemas of collectives name nothing that is written
             written = [*args, *kwargs.values()]
         elif func._schema.is_mutable:
-            names = [argument.name for argument in func._schema.arguments]
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            given = by_name(func, args, kwargs)
             written = [
                 given.get(argument.name)
                 for argument in func._schema.arguments

@@ -6,13 +6,13 @@ kernels skip one half. Bytes are those of all inputs and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from dsat.simulation.operands import by_name, tensors_in
 from dsat.values.step_trace import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -78,10 +78,10 @@ class OperatorTrace:
         name = func._overloadpacket.__name__
         if func.is_view or name in _FREE or func.namespace == "prim":
             return
-        results = _tensors(out)
+        results = list(tensors_in(out))
         if not (results or func._schema.is_mutable):
             return
-        inputs = results if name in _GATHERS else _tensors((args, kwargs))
+        inputs = results if name in _GATHERS else list(tensors_in((args, kwargs)))
         if name in _OVERWRITES:
             inputs = inputs[1:]
         flops = self._flops(func, args, kwargs, out)
@@ -90,7 +90,7 @@ class OperatorTrace:
 
     def record_compiled(self, phase: str, args: Sequence[Any]) -> None:
         """Count a call of one of DeepSpeed's compiled operators, such as a fused Adam."""
-        tensors = _tensors(args)
+        tensors = list(tensors_in(args))
         if tensors and phase in PHASES:
             self._add(phase, MEMORY, 0.0, tensors, tensors)  # reads and writes each
 
@@ -119,14 +119,14 @@ class OperatorTrace:
         inputs: Sequence[torch.Tensor],
         results: Sequence[torch.Tensor],
     ) -> None:
-        moved = sum(t.numel() * t.element_size() for t in (*inputs, *results))
+        moved = _bytes((*inputs, *results))
         if not moved:
             return
         places = {t.device.type for t in (*inputs, *results) if t.dim()}
         if places and self._device_type not in places:
             kind, flops = HOST, 0.0
         elif len(places) > 1 and "cpu" in places:
-            kind, moved = TRANSFER, sum(t.numel() * t.element_size() for t in results)
+            kind, moved = TRANSFER, _bytes(results)
         itemsize = results[0].element_size() if results else 4
         key = (phase, self.is_last, kind, itemsize, flops)
         total = self._kernels.setdefault(key, [0.0, 0])
@@ -141,13 +141,13 @@ class OperatorTrace:
         # In a backward pass autograd records nothing, unless a forward pass is done again.
         if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
             self._model_flops += flops if self.is_last else 0.0
-        return flops / 2 if _is_causal(func, args, kwargs) else flops
+        return flops / 2 if by_name(func, args, kwargs).get("is_causal") else flops
 
     def _record_collective(self, phase: str, func: Any, args: Sequence[Any]) -> None:
         ranks = _ranks(args)
         if len(ranks) < 2:
             return
-        sizes = [sum(t.numel() * t.element_size() for t in _tensors(arg)) for arg in args]
+        sizes = [_bytes(tensors_in(arg)) for arg in args]
         name = func._overloadpacket.__name__
         kinds = (kind for part, kind in _COLLECTIVES.items() if part in name)
         kind = next(kinds, name.strip("_"))
@@ -158,15 +158,15 @@ class OperatorTrace:
         total[1] += 1
 
 
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    # `nbytes` is not defined for sparse tensors.
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
 def _kind(name: str) -> str:
     if "attention" in name:
         return ATTENTION
     return CONVOLUTION if "conv" in name else MATMUL
-
-
-def _is_causal(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    names = [argument.name for argument in func._schema.arguments]
-    return bool({**dict(zip(names, args, strict=False)), **kwargs}.get("is_causal", False))
 
 
 def _ranks(args: Sequence[Any]) -> list[int]:
@@ -176,7 +176,3 @@ def _ranks(args: Sequence[Any]) -> list[int]:
             group = torch.distributed.ProcessGroup.unbox(arg)
             return torch.distributed.get_process_group_ranks(group)
     return []
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [part for part in tree_leaves(value) if isinstance(part, torch.Tensor)]

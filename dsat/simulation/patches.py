@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from dsat.simulation import named_cuda
 from dsat.simulation.attention import attention
 from dsat.simulation.fake_parameters import is_scripts
+from dsat.simulation.protocol import SimulationUnsupported
 from dsat.simulation.rank_views import RankViews
 from dsat.simulation.storage_tracker import StorageTracker
 from dsat.simulation.versions import collectives
@@ -31,10 +32,6 @@ from dsat.values.zero_strategy import of_config
 
 aten = torch.ops.aten
 FAKE_GROUP = "fake"  # torch.testing's backend of collectives that do nothing
-
-
-class SimulationUnsupported(Exception):
-    """The script does what cannot be simulated faithfully."""
 
 
 class FunctionRules(TorchFunctionMode):

@@ -20,6 +20,10 @@ QUESTIONS = "question-*.json"
 WALL_FACTOR = 5  # seconds on the clock in which a simulation may use one of its processor time
 
 
+class SimulationUnsupported(Exception):
+    """The script does what cannot be simulated faithfully."""
+
+
 class Question(NamedTuple):
     """A configuration to simulate.
 

@@ -34,7 +34,7 @@ from dsat.in_trial import config_injection, failures
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.memory_limit import limit_data
 from dsat.simulation import protocol
-from dsat.simulation.protocol import WALL_FACTOR
+from dsat.simulation.protocol import WALL_FACTOR, SimulationUnsupported
 from dsat.values import format as fmt
 from dsat.values import host_limits
 from dsat.values.outcome import OutcomeKind
@@ -182,7 +182,7 @@ class SimulationServer:
             self._end_of_child({"failed": _described(error)[:500]})
         if error is None:
             return ""
-        if type(error).__name__ == "SimulationUnsupported":
+        if isinstance(error, SimulationUnsupported):
             return str(error)
         is_short = failures.classify(error) in (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
         if is_short or _NO_THREAD in str(error):
@@ -204,8 +204,8 @@ def _described(error: BaseException | None) -> str:
     if error is None:
         return "the script ended"
     traceback.print_exception(error)  # into the run's log
-    text, name = " ".join(str(error).split()), type(error).__name__
-    return text if name == "SimulationUnsupported" else f"{name}: {text}"
+    text = " ".join(str(error).split())
+    return text if isinstance(error, SimulationUnsupported) else f"{type(error).__name__}: {text}"
 
 
 def limit_time(processor_s: float) -> None:

@@ -19,8 +19,9 @@ from dsat.simulation.autocast import Autocast, outside_of_contexts
 from dsat.simulation.captured import Captured, repeated, translated, without_state
 from dsat.simulation.fake_parameters import is_scripts
 from dsat.simulation.known_values import ValuesMode
+from dsat.simulation.operands import tensors_in
 from dsat.simulation.operator_trace import OperatorTrace
-from dsat.simulation.protocol import Question
+from dsat.simulation.protocol import Question, SimulationUnsupported
 from dsat.simulation.storage_tracker import (
     ALL,
     DEVICE,
@@ -28,9 +29,8 @@ from dsat.simulation.storage_tracker import (
     MATMUL,
     PINNED,
     StorageTracker,
-    tensors_in,
 )
-from dsat.simulation.versions import transformers_masks
+from dsat.simulation.versions import transformers_models
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import of_config
 
@@ -72,7 +72,7 @@ class _FakeDevice:
             fake_device.install(fake_device.FakeAccelerator(self.tracker))
             Autocast(fake_device.DEVICE_TYPE).install()
         patches.apply(self.tracker, self._device, slots)
-        transformers_masks.decide_by_values(self._values.knows)
+        transformers_models.decide_masks_by_values(self._values.knows)
         ranks = {"WORLD_SIZE": str(slots), "LOCAL_SIZE": str(slots), "RANK": str(rank)}
         os.environ.update(ranks, LOCAL_RANK="0")
         patches.make_process_group(slots, self._device, rank)
@@ -328,7 +328,7 @@ def _some_loss(outputs: Any) -> torch.Tensor:
     """The model's own loss, if it has one; otherwise one that every output has a part in."""
     trained = [t for t in tensors_in(outputs) if t.requires_grad and t.is_floating_point()]
     if not trained:
-        raise patches.SimulationUnsupported("no output of the model depends on its parameters")
+        raise SimulationUnsupported("no output of the model depends on its parameters")
     scalars = [t for t in trained if t.dim() == 0]
     if scalars:
         return scalars[0]

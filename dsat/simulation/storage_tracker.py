@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dsat.memory.closed_form import BIASED_WORKSPACE_BYTES
 from dsat.memory.host import pinned_bytes
 from dsat.simulation.attention import workspace_bytes
+from dsat.simulation.operands import tensors_in
 from dsat.simulation.operator_trace import OperatorTrace
 
 aten = torch.ops.aten
@@ -169,14 +170,3 @@ def keeps_workspace() -> bool:
     Before 2.15 it does, and later if the environment says so (ATen/cuda/CUDAContextLight.h).
     """
     return torch.__version__ < "2.15" or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in nested containers."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for part in value:
-            yield from tensors_in(part)
-    elif isinstance(value, Mapping):
-        yield from tensors_in(list(value.values()))

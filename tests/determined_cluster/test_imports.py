@@ -28,7 +28,7 @@ BY_NEED = {
     ("values.hazards", "packaging"),
     ("in_trial.loopback", "psutil"),
     ("in_trial.script_switches", "liger_kernel"),
-    ("simulation.versions.transformers_types", "transformers"),
+    ("simulation.versions.transformers_models", "transformers"),
 }
 IN_A_CONTAINER = ("determined_cluster.runner", "in_trial.cluster_rank", "")
 

@@ -17,7 +17,7 @@ from dsat.simulation.fake_parameters import (
     FakeParameters,
     is_scripts,
 )
-from dsat.simulation.versions.transformers_types import loads_float32, type_argument
+from dsat.simulation.versions.transformers_models import loads_float32, type_argument
 
 WIDE, OWN = 2**15, 2**10  # matrices of so many rows and columns take 4 GiB and 4 MiB
 

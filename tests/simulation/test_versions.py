@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils import backend_registration
 
-from dsat.simulation.versions import device_types, transformers_types
+from dsat.simulation.versions import device_types, transformers_models
 
 ROOT = Path(__file__).parents[2]
 NEWER = "_setup_privateuseone_for_python_backend"  # since torch 2.10
@@ -74,7 +74,7 @@ def test_a_models_type_has_the_name_that_transformers_knows(
 ) -> None:
     library = SimpleNamespace(PretrainedConfig=lambda: SimpleNamespace(**known))
     monkeypatch.setitem(sys.modules, "transformers", library)
-    assert transformers_types.type_argument(torch.bfloat16) == {name: torch.bfloat16}
+    assert transformers_models.type_argument(torch.bfloat16) == {name: torch.bfloat16}
 
 
 @pytest.mark.nightly

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import platform
 import shutil
 import tempfile
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils import backend_registration
 
-from dsat.values.files import PRIVATE_FOLDER, cache_folder
+from dsat.values.files import PRIVATE_FOLDER, cache_folder, written_atomically
 
 _SOURCE = Path(__file__).with_name("device_guard.cpp")
 _NAME = "dsat_device_guard"
@@ -28,9 +27,7 @@ _NAME = "dsat_device_guard"
 def register(name: str, module: Any) -> None:
     """Make a device type known to torch, for the rest of the process.
 
-    Args:
-        name: of the device type.
-        module: its functions, as torch expects them of a backend.
+    `module` has its functions, as torch expects them of a backend.
     """
     setup = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
     if setup is not None:
@@ -61,13 +58,7 @@ def _load_guard() -> None:
 
     with tempfile.TemporaryDirectory(prefix="dsat-") as building:
         cpp_extension.load(_NAME, [str(_SOURCE)], build_directory=building, is_python_module=False)
-        _keep(Path(building) / library.name, library)
-
-
-def _keep(built: Path, library: Path) -> None:
-    """Copy what was built into the cache, where no other process sees a part of it."""
-    temporary = library.with_suffix(f".{os.getpid()}")
-    with contextlib.suppress(OSError):  # a cache is no need
-        library.parent.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
-        shutil.copyfile(built, temporary)
-        os.replace(temporary, library)
+        with contextlib.suppress(OSError):  # a cache is no need
+            library.parent.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
+            with written_atomically(library) as temporary:
+                shutil.copyfile(Path(building) / library.name, temporary)
