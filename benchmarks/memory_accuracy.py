@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks import common
 from benchmarks.common import MIB
-from dsat.memory import PHASES
+from dsat.memory.estimate import PHASES
 from dsat.simulation.client import Simulator
 from dsat.simulation.protocol import Question
 from testing.allocator import configuration, counting_library, real_peaks

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from dsat.memory import MemoryEstimate
+from dsat.memory.estimate import MemoryEstimate
 from dsat.simulation.client import SimulationUnavailable
 from testing.catalogue import STYLES, Style
 from testing.styles import real_peaks, simulated

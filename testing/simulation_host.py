@@ -91,7 +91,7 @@ class FakeSimulationHost:
                 for path in sorted(messages.glob(protocol.QUESTIONS)):
                     if request := protocol.receive(path):
                         self.asked.append(request)
-                        answer = messages / protocol.answer_file(request["number"])
+                        answer = messages / protocol.ANSWER_FILE.format(request["number"])
                         protocol.send(answer, self._answered(request))
 
     def _answered(self, request: Mapping[str, Any]) -> Mapping[str, Any]:

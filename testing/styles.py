@@ -13,7 +13,7 @@ from dsat.command import entrypoint, experiment
 from dsat.engines.engine import LocalEngine
 from dsat.engines.machines.hosts import Host
 from dsat.engines.start import LocalOptions
-from dsat.memory import MemoryEstimate
+from dsat.memory.estimate import MemoryEstimate
 from dsat.simulation.client import SimulationUnavailable, Simulator
 from dsat.simulation.protocol import Question
 from dsat.simulation.server import AS_IF_CUDA

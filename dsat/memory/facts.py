@@ -111,8 +111,8 @@ class Setup:
         """Read a whole DeepSpeed configuration on a number of slots."""
         zero = config.get("zero_optimization") or {}
         zero = ds_config.fill_in_sizes(zero, facts.hidden_size)
-        size = model_bytes(config, facts.param_bytes)
         model_type, accumulated = ds_config.data_types(config)
+        size = 2 if model_type in ("bf16", "fp16") else facts.param_bytes
         model_type = model_type or ("bf16" if size == 2 else "fp32")
         optimizer = (config.get("optimizer") or {}).get("params") or {}
         low_master, low_moments = _low_precision_state(config)
@@ -178,8 +178,3 @@ def _low_precision_state(config: Mapping[str, Any]) -> tuple[bool, bool]:
     low_master = bf16.get("bf16_master_weights_and_grads") is True
     low_moments = low_master and bf16.get("bf16_optimizer_states") is True
     return low_master or fp16.get("fp16_master_weights_and_grads") is True, low_moments
-
-
-def model_bytes(config: Mapping[str, Any], param_bytes: int) -> int:
-    """Bytes of a parameter in the forward pass; `param_bytes`, the script's, if none is enabled."""
-    return 2 if ds_config.data_types(config)[0] in ("bf16", "fp16") else param_bytes

@@ -25,6 +25,7 @@ _MICRO_BATCHES_FOR_SLOPES, _TOKENS_FOR_SLOPES = (256, 512), MOST_TOKENS // 2
 # Sections that a model's own passes depend on; "auto" in them is the script's to decide.
 _OF_ACTIVATIONS = ("bf16", "bfloat16", "fp16", "torch_autocast", "activation_checkpointing")
 _DEPENDS_ON_DATA = "DynamicOutputShapeException"  # torch._subclasses.fake_tensor
+_OF_EXPERTS = " (shapes depend on data, as those of experts before transformers 5)"
 _POLL_S = 0.05
 _PATIENCE_S = 10.0  # beyond the limit at which the server itself ends a simulation
 
@@ -50,9 +51,6 @@ class Simulator:
     as there may be questions, to its end.
 
     Args:
-        engine: runs the script.
-        as_cpu: trials run on a CPU.
-        script_args: switches of the script.
         timeout_s: for the script to reach its first step, and processor time of each simulation.
         workspace_bytes: what cuBLAS takes on the device while it multiplies; by default as much as
             on the devices where it is most, and nothing on a CPU.
@@ -61,9 +59,6 @@ class Simulator:
 
     Raises:
         SimulationUnavailable: the script does not reach its first step.
-
-    Attributes:
-        script: what is known of it.
     """
 
     script: ScriptFacts
@@ -126,12 +121,9 @@ class Simulator:
             time.sleep(_POLL_S)
 
     def estimates(self, questions: Sequence[Question]) -> list[MemoryEstimate | str]:
-        """Simulate configurations side by side.
-
-        Returns:
-            For each one its memory, or the reason why it cannot be simulated.
-        """
-        return [found for _, found in sorted(self.estimate_each(questions), key=lambda x: x[0])]
+        """Return the memory of each configuration, or the reason why it cannot be simulated."""
+        found = dict(self.estimate_each(questions))
+        return [found[number] for number in range(len(questions))]
 
     def estimate_each(
         self, questions: Sequence[Question]
@@ -163,14 +155,11 @@ class Simulator:
             for number, rank in asked
         ]
         answers: dict[tuple[int, int], dict[str, Any]] = {}
-        for answer in self._answers(questions_of_ranks):
-            number, rank = asked[int(answer["number"])]
+        for place, answer in self._answers(questions_of_ranks):
+            number, rank = asked[place]
             answers[number, rank] = answer
-            of_ranks = [
-                answers[number, rank] for rank in ranks[number] if (number, rank) in answers
-            ]
-            if len(of_ranks) == len(ranks[number]):
-                yield number, of_ranks
+            if all((number, rank) in answers for rank in ranks[number]):
+                yield number, [answers[number, rank] for rank in ranks[number]]
 
     def facts(
         self,
@@ -179,9 +168,7 @@ class Simulator:
     ) -> ModelFacts:
         """Facts of the model for the closed form, from its own passes with two micro batches.
 
-        Args:
-            config: decides the types and whatever else activations depend on.
-            switches: of the model, beside the simulator's own.
+        `switches` are those of the model, beside the simulator's own.
 
         Raises:
             SimulationUnavailable: the passes cannot be simulated.
@@ -207,7 +194,8 @@ class Simulator:
             small = max(1, min(sizes[0], _TOKENS_FOR_SLOPES // (2 * length)))
             sizes = (small, 2 * small)
         questions = [question._replace(micro_batch=size) for size in sizes]
-        answers = self._ask(questions)
+        found = dict(self._answers(questions))
+        answers = [found[number] for number in range(len(questions))]
         for answer in answers:
             if "failed" in answer:
                 raise SimulationUnavailable(answer["failed"])
@@ -228,41 +216,38 @@ class Simulator:
 
     # -- the script
 
-    def _ask(self, questions: Sequence[Question]) -> list[dict[str, Any]]:
-        """Return the answers in the order of the questions."""
-        return sorted(self._answers(questions), key=lambda answer: int(answer["number"]))
-
-    def _answers(self, questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
-        """Yield an answer to each question, with a reason in `failed` if there is no other."""
+    def _answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Yield the number of a question with its answer; `failed` says why there is no other."""
         waiting = set(range(len(questions)))
         if not self._problem:
             try:
-                for answer in self._exchange(questions):
-                    waiting.remove(int(answer["number"]))
-                    yield answer
+                for number, answer in self._exchange(questions):
+                    waiting.remove(number)
+                    yield number, answer
             except (OSError, SimulationUnavailable) as error:  # a full disk, for example
                 self._problem = str(error)
         for number in waiting:
-            yield {"failed": self._problem, "number": number}
+            yield number, {"failed": self._problem}
 
-    def _exchange(self, questions: Sequence[Question]) -> Iterator[dict[str, Any]]:
+    def _exchange(self, questions: Sequence[Question]) -> Iterator[tuple[int, dict[str, Any]]]:
         """Send questions, and yield their answers in any order."""
         first, self._number = self._number, self._number + len(questions)
         waiting = list(range(first, self._number))
         for number, question in zip(waiting, questions, strict=True):
-            path = self._folder / protocol.question_file(number)
-            protocol.send(path, self._request(question, number))
+            protocol.send(self._path(number), self._request(question, number))
         patience_s = protocol.WALL_FACTOR * self._timeout_s + _PATIENCE_S
         deadline = time.monotonic() + patience_s
         try:
             while waiting:
                 is_running = self._engine.has_simulation_server()
                 for number in list(waiting):
-                    answer = protocol.receive(self._folder / protocol.answer_file(number))
+                    answer = protocol.receive(self._folder / protocol.ANSWER_FILE.format(number))
                     if answer is not None:
                         deadline = time.monotonic() + patience_s
                         waiting.remove(number)
-                        yield _with_reason({**answer, "number": number - first})
+                        if _DEPENDS_ON_DATA in answer.get("failed", ""):
+                            answer["failed"] += _OF_EXPERTS
+                        yield number - first, answer
                 if waiting and not is_running:
                     raise SimulationUnavailable("the script has ended")
                 if time.monotonic() > deadline:
@@ -270,7 +255,10 @@ class Simulator:
                 time.sleep(_POLL_S if waiting else 0.0)
         finally:  # what nobody waits for any more
             for number in waiting:
-                (self._folder / protocol.question_file(number)).unlink(missing_ok=True)
+                self._path(number).unlink(missing_ok=True)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / protocol.QUESTION_FILE.format(number)
 
     def _request(self, question: Question, number: int) -> dict[str, Any]:
         whole = question._replace(
@@ -305,11 +293,3 @@ def _largest(answers: Sequence[dict[str, Any]]) -> MemoryEstimate | str:
 
 def _of_activations(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key in _OF_ACTIVATIONS}
-
-
-def _with_reason(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return an answer in which a failure is explained."""
-    failed = str(answer.get("failed", ""))
-    if _DEPENDS_ON_DATA in failed:
-        failed += " (shapes depend on data, as those of experts before transformers 5)"
-    return {**answer, "failed": failed} if failed else answer

@@ -17,6 +17,7 @@ from dsat.values.parallelism import Parallelism
 
 SCRIPT_FILE = "script.json"
 QUESTIONS = "question-*.json"
+QUESTION_FILE, ANSWER_FILE = "question-{:06}.json", "answer-{:06}.json"  # in order of questions
 WALL_FACTOR = 5  # seconds on the clock in which a simulation may use one of its processor time
 
 
@@ -30,11 +31,9 @@ class Question(NamedTuple):
     Attributes:
         config: the whole DeepSpeed configuration, in which "auto" is the script's to decide.
         micro_batch: whatever the configuration says.
-        slots: ranks.
         switches: of the model, beside the simulator's own.
         activations_only: the model's passes alone.
         traced: kernels and collectives are recorded.
-        rank: the simulated one of the ranks.
         as_cpu: the ranks run on a CPU. The simulator sets this and `workspace_bytes`.
         workspace_bytes: what cuBLAS takes on a device while it multiplies.
     """
@@ -78,16 +77,6 @@ class ScriptFacts(NamedTuple):
     model_takes: int
     sizes: Mapping[str, Any] = {}
     optimizer: Mapping[str, Any] = {}
-
-
-def question_file(number: int) -> str:
-    """Return the name of a question's file; names are in the order of questions."""
-    return f"question-{number:06}.json"
-
-
-def answer_file(number: int) -> str:
-    """Return the name of the file with the answer to a question."""
-    return f"answer-{number:06}.json"
 
 
 def send(path: Path, message: Mapping[str, Any]) -> None:

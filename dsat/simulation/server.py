@@ -160,7 +160,7 @@ class SimulationServer:
                 self._answer(candidate["number"], {"failed": reason})
 
     def _answer(self, number: int, message: Mapping[str, Any]) -> None:
-        protocol.send(self._folder / protocol.answer_file(number), message)
+        protocol.send(self._folder / protocol.ANSWER_FILE.format(number), message)
 
     def _simulate(
         self, model: Any, candidate: Mapping[str, Any], args: Any, kwargs: Mapping[str, Any]

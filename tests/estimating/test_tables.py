@@ -11,7 +11,8 @@ import pytest
 from dsat.estimating.line import Line
 from dsat.estimating.options import EstimateSettings
 from dsat.estimating.tables import Estimate, LineByLine
-from dsat.memory import CLOSED_FORM, SIMULATED, closed_form
+from dsat.memory import closed_form
+from dsat.memory.estimate import CLOSED_FORM, SIMULATED
 from dsat.memory.strategies import with_strategy
 from dsat.prepare.simulated_model import SimulatedModel
 from dsat.simulation.client import Simulator

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dsat.memory import SIMULATED
+from dsat.memory.estimate import SIMULATED
 from dsat.values.zero_strategy import Strategy
 from tests.conftest import ROOT
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from dsat.memory import CLOSED_FORM, PHASES, SIMULATED, closed_form, host
+from dsat.memory import closed_form, host
+from dsat.memory.estimate import CLOSED_FORM, PHASES, SIMULATED
 from dsat.memory.facts import ModelFacts
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.values.outcome import MemoryUse, Outcome, OutcomeKind

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from dsat.memory import PHASES, SIMULATED, closed_form
+from dsat.memory import closed_form
+from dsat.memory.estimate import PHASES, SIMULATED
 from dsat.memory.facts import ModelFacts
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, Variant
 from dsat.values.outcome import MemoryUse, Metrics, Outcome, OutcomeKind

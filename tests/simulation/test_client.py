@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from dsat.command import ds_config
-from dsat.memory import PHASES, SIMULATED, MemoryEstimate, closed_form
+from dsat.memory import closed_form
+from dsat.memory.estimate import PHASES, SIMULATED, MemoryEstimate
 from dsat.simulation.client import SimulationUnavailable, Simulator
 from dsat.simulation.protocol import Question
 from dsat.values.step_trace import BACKWARD, FORWARD, MEMORY, STEP
