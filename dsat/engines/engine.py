@@ -75,18 +75,17 @@ class LocalEngine:
         self._retries = Retries(_methods(program, options, self._hosts))
         self._own = own
         self._has_begun = False  # True once dsat starts trials itself
-        self._supervisors: Supervisors
-        if own is not None:
-            self._supervisors = own.supervisors
         self._waiting: list[Start] = []
         self._running: dict[int, Running] = {}
         self._ended: list[tuple[int, Outcome]] = []  # for `poll`
         self._modules: list[str] = []  # of the script
         self._created = CreatedFolders()
-        self._activities = ActivityLog() if own is None else own.activities
         self._closed = False
         if own is None:
+            self._activities = ActivityLog()
             self._begin_trials()
+        else:
+            self._activities, self._supervisors = own.activities, own.supervisors
 
     @property
     def num_slots(self) -> int:
@@ -174,12 +173,9 @@ class LocalEngine:
 
     def close(self) -> None:
         if not self._closed:
-            for running in self._running.values():
-                if running.start.is_own:  # its files go as well
-                    running.folder.unlink(missing_ok=True)
-            self._supervisors.close()  # a Ctrl-C meanwhile leaves this to be done again
             if self._own is not None:
                 self._own.close()
+            self._supervisors.close()  # a Ctrl-C meanwhile leaves this to be done again
             self._running.clear()
             self._closed = True
 
@@ -200,8 +196,6 @@ class LocalEngine:
         """
         if self._has_begun:
             return
-        for running in self._running.values():  # the command's files go as well
-            running.folder.unlink(missing_ok=True)
         if self._own is not None:
             self._own.close()
         builder, program = self._builder, self._builder.program
@@ -334,7 +328,6 @@ class LocalEngine:
 
     def _run_again(self, running: Running, outcome: Outcome, reason: RetryReason) -> None:
         if running.start.is_own:
-            running.folder.unlink()  # a link to the command's
             self._begin_trials()
         if reason is RetryReason.SEGMENTS:
             self._hosts[:] = disable_segments(self._hosts)

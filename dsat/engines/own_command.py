@@ -151,6 +151,8 @@ class OwnCommand:
         shutil.move(self.folder, folder)
 
     def close(self) -> None:
+        if self.running.folder.is_symlink():  # of a trial that it has become
+            self.running.folder.unlink()
         self.supervisors.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 

@@ -22,19 +22,15 @@ _log = logging.getLogger(__name__)
 
 
 class ListeningClock:
-    """Counts the seconds in which this process could listen: neither stopped nor busy.
+    """Counts the seconds in which this process could listen: neither stopped nor busy."""
 
-    The time between two readings counts `most_s` at most.
-    """
-
-    def __init__(self, most_s: float) -> None:
-        self._most_s = most_s
+    def __init__(self) -> None:
         self._read_s = time.monotonic()
         self._now_s = 0.0
 
     def now_s(self) -> float:
         read_s = time.monotonic()
-        self._now_s += min(read_s - self._read_s, self._most_s)
+        self._now_s += min(read_s - self._read_s, 2 * PING_EVERY_S)
         self._read_s = read_s
         return self._now_s
 
@@ -58,7 +54,7 @@ class Running:
     method: StartMethod
     alone: bool = False
     began_s: float = field(default_factory=time.monotonic)
-    clock: ListeningClock = field(default_factory=lambda: ListeningClock(2 * PING_EVERY_S))
+    clock: ListeningClock = field(default_factory=ListeningClock)
     beside: bool = False
     canceled: bool = False
     timed_out: bool = False

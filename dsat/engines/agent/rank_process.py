@@ -26,9 +26,8 @@ FOR_DSAT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 
 
 def prctl(option: int, value: int) -> None:
-    """Set an attribute of this process, on Linux."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+    """Set an attribute of this process."""
+    ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
 def become_rank(

@@ -146,10 +146,9 @@ def _threads_end(threads_before: int) -> bool:
 
 def _num_threads() -> int:
     """Count the threads of this process, except those that stop around a fork."""
-    tasks = Path("/proc/self/task")
     count = 0
-    for task in tasks.iterdir() if tasks.is_dir() else [tasks]:
+    for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):
             name = (task / "comm").read_text().strip()
             count += name not in _THREADS_THAT_MAY_FORK
-    return max(1, count)
+    return count

@@ -195,8 +195,7 @@ def has_no_accelerator() -> bool:
     if chosen:
         return chosen == "cpu"
     return (
-        sys.platform == "linux"
-        and not any(glob.glob(pattern) for pattern in _DEVICE_FILES)
+        not any(glob.glob(pattern) for pattern in _DEVICE_FILES)
         and not any(importlib.util.find_spec(package) for package in _PACKAGES)
         and not any(has_library(library) for library in _LIBRARIES)
     )

@@ -32,11 +32,7 @@ def spawn(
 ) -> subprocess.Popen[bytes] | RemoteProcess:
     """Start a command on a host, with pipes for its standard input and output.
 
-    Args:
-        reach: how the host is reached.
-        command: words, the program by its absolute path.
-        env: variables of the command; this process's by default.
-        errors: file for its standard error.
+    The program is named by its absolute path. `env` None means the variables of this process.
     """
     if callable(reach):
         return RemoteProcess(reach, command, dict(os.environ if env is None else env), errors)
