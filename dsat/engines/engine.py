@@ -235,7 +235,6 @@ class LocalEngine:
                 self._supervisors.send(host, request)
 
     def _wait(self, timeout_s: float) -> None:
-        """Wait for the end of a trial, with a time limit."""
         deadline, before = time.monotonic() + timeout_s, len(self._ended)
         while len(self._ended) == before:
             if not self._running:

@@ -97,7 +97,6 @@ class StartBuilder:
         return Start(trial, self.run / "simulation", None, messages)
 
     def config_of(self, start: Start) -> dict[str, Any]:
-        """Return the DeepSpeed configuration of a trial."""
         return ds_config.prepare_for_training(self.experiment.base_config, start.trial.overrides)
 
     def build(
@@ -291,7 +290,6 @@ class _Plan:
         return env | accelerate_env.make_parallelism_variables(env, self.config, self._ranks)
 
     def _variables_of_launcher(self, rank: int) -> dict[str, str]:
-        """Return the variables that a launcher would set."""
         if self.start.own_ranks:
             of_all = dict.fromkeys(_SIZES, str(self.start.own_ranks))
             alone = {ALONE_VARIABLE: "1"} if self.start.own_ranks == 1 else {}
@@ -316,7 +314,6 @@ class _Plan:
         }
 
     def _process(self, share: Share, local: int, first: int) -> dict[str, Any]:
-        """Return one process of a request."""
         env = self.environment(first + local)
         if self.method is not StartMethod.FORKED:
             paths = [str(self._folder / HOOK_FOLDER), env.get("PYTHONPATH"), str(self._packages)]

@@ -67,10 +67,8 @@ class MemoryEstimate(Recorded):
 
     @property
     def peak(self) -> int:
-        """The largest of the phases."""
         return max(self.init, self.forward, self.backward, self.step)
 
     @property
     def host(self) -> int:
-        """Host memory, of both kinds."""
         return self.host_pinned + self.host_pageable

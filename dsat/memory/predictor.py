@@ -88,7 +88,6 @@ class Basis(Recorded):
 
     @classmethod
     def of_model(cls, facts: ModelFacts, anchors: Iterable[Anchor] = ()) -> Basis:
-        """Return the basis of a model with its own switches."""
         return cls((Variant({}, facts, tuple(anchors)),))
 
     @functools.cached_property

@@ -51,13 +51,9 @@ def kernel_for(
         mask: added to the scores, or boolean.
         enable_gqa: several heads of the query share one of key and value.
     """
+    if not _fit_fused_kernels(query, key, value, enable_gqa=enable_gqa):
+        return Kernel.MATH
     tensors = (query, key, value)
-    if any(t.dim() != _SAMPLES_HEADS_TOKENS or 0 in t.shape for t in tensors):
-        return Kernel.MATH
-    if len({t.dtype for t in tensors}) > 1 or len({t.size(0) for t in tensors}) > 1:
-        return Kernel.MATH
-    if not _heads_fit(query.size(1), key.size(1), value.size(1), enable_gqa=enable_gqa):
-        return Kernel.MATH
     sizes = {t.size(-1) for t in tensors}
     contiguous = all(t.stride(-1) == 1 for t in tensors)
     flash = (
@@ -101,18 +97,23 @@ def uses_flash_on_cpu(
         torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
         and dropout_p == 0
         and not (mask is not None and mask.requires_grad)
-        and all(t.dim() == _SAMPLES_HEADS_TOKENS and 0 not in t.shape for t in tensors)
+        and _fit_fused_kernels(query, key, value, enable_gqa=enable_gqa)
         and all(t.stride(-1) == 1 for t in tensors)
-        and len({(t.dtype, t.size(0), t.size(-1)) for t in tensors}) == 1
-        and _heads_fit(query.size(1), key.size(1), value.size(1), enable_gqa=enable_gqa)
+        and len({t.size(-1) for t in tensors}) == 1
     )
 
 
-def _heads_fit(query: int, key: int, value: int, *, enable_gqa: bool) -> bool:
-    """Return True if the fused kernels support these numbers of heads."""
-    if enable_gqa:
-        return key == value and query % key == 0
-    return key == value and key in (query, 1)
+def _fit_fused_kernels(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, enable_gqa: bool
+) -> bool:
+    """Return True if the fused kernels support these types, samples and heads."""
+    tensors = (query, key, value)
+    if any(t.dim() != _SAMPLES_HEADS_TOKENS or 0 in t.shape for t in tensors):
+        return False
+    if len({(t.dtype, t.size(0)) for t in tensors}) > 1 or key.size(1) != value.size(1):
+        return False
+    heads, shared = query.size(1), key.size(1)
+    return heads % shared == 0 if enable_gqa else shared in (heads, 1)
 
 
 def attention(

@@ -95,7 +95,6 @@ class OperatorTrace:
             self._add(phase, MEMORY, 0.0, tensors, tensors)  # reads and writes each
 
     def result(self, *, micro_batch: int, slots: int, parameters: int) -> StepTrace:
-        """Return what was counted."""
         return StepTrace(
             kernels=tuple(
                 Kernels(*key, total / count, int(count))

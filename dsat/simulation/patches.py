@@ -139,7 +139,6 @@ def for_fake_cpu() -> Iterator[None]:
 
 
 def _not_compiled(function: Any = None, **_: Any) -> Any:
-    """Stand-in for `torch.compile`."""
     return _not_compiled if function is None else function
 
 

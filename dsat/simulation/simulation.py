@@ -231,16 +231,13 @@ class Simulation(_FakeDevice):
         return _AnyLoss.apply(*reversed(trained))  # type: ignore[no-any-return]
 
     def forward_again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the outputs of another forward pass of the micro step."""
         return self._engine_forward(*args, **kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> None:
-        """Run the engine's backward pass."""
         self.tracker.begin("backward")
         self._engine_backward(*args, **kwargs)
 
     def step(self) -> None:
-        """Run the engine's optimizer step."""
         self.tracker.begin("step")
         self._engine_step()
 
@@ -277,13 +274,11 @@ class ActivationPass(_FakeDevice):
         engine.device = torch.device(self._device)
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the module's outputs for a batch of the script."""
         self._before = self.tracker.current(self._kind)
         self.tracker.begin("forward")
         return self.forward_again(args, kwargs)
 
     def forward_again(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the outputs of another forward pass."""
         section = self._candidate.config.get("torch_autocast") or {}
         with torch.autocast(
             self._device,
@@ -293,7 +288,6 @@ class ActivationPass(_FakeDevice):
             return self._module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *_: Any, **__: Any) -> None:
-        """Run the backward pass."""
         self.tracker.begin("backward")
         loss.backward()  # type: ignore[no-untyped-call]
 

@@ -60,7 +60,6 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(kind)
 
     def peak(self, phase: str, kind: str = DEVICE) -> int:
-        """Most bytes of a kind in a phase."""
         return self._peaks.get((phase, kind), 0)
 
     def current(self, kind: str = DEVICE) -> int:
