@@ -6,6 +6,7 @@ import contextlib
 import json
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -148,18 +149,18 @@ class Simulator:
         self, questions: Sequence[Question]
     ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
         """Yield the number of a question with the answers of `_ranks`, on arrival of the last."""
-        ranks = [_ranks(question) for question in questions]
-        asked = [(number, rank) for number, each in enumerate(ranks) for rank in each]
-        questions_of_ranks = [
-            questions[number]._replace(rank=rank, traced=questions[number].traced and rank == 0)
-            for number, rank in asked
+        asked = [
+            (number, question._replace(rank=rank, traced=question.traced and rank == 0))
+            for number, question in enumerate(questions)
+            for rank in _ranks(question)
         ]
-        answers: dict[tuple[int, int], dict[str, Any]] = {}
-        for place, answer in self._answers(questions_of_ranks):
-            number, rank = asked[place]
-            answers[number, rank] = answer
-            if all((number, rank) in answers for rank in ranks[number]):
-                yield number, [answers[number, rank] for rank in ranks[number]]
+        found = defaultdict[int, dict[int, dict[str, Any]]](dict)
+        for place, answer in self._answers([question for _, question in asked]):
+            number, question = asked[place]
+            found[number][question.rank] = answer
+            ranks = _ranks(question)
+            if len(found[number]) == len(ranks):
+                yield number, [found[number][rank] for rank in ranks]
 
     def facts(
         self,

@@ -13,7 +13,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsat.engines.machines.machine import (
@@ -176,7 +176,7 @@ def _visible_devices_variables(accelerator: Any) -> list[str]:
 
 def look() -> None:
     """Print the slots of this machine."""
-    print(MARK + json.dumps(asdict(_inspect())), flush=True)
+    print(MARK + json.dumps(_inspect().to_json()), flush=True)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from dsat.engines.machines.processes import Reach, spawn
 from dsat.errors import EngineError, UserInputError
 from dsat.values import format as fmt
 from dsat.values import host_limits
+from dsat.values.codec import Recorded
 
 MARK = "dsat-slots "
 _TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -38,13 +39,11 @@ _PACKAGES = (
 _FIND_LIMIT_S = 180.0
 _EQUAL_WITHIN = 0.02
 _READ_LIMIT_S = 1.0  # of an answer that was given in time
-
-
 _KINDS = {"cpu": "CPU core", "cuda": "GPU"}  # of a device, for people
 
 
 @dataclass(frozen=True)
-class Machine:
+class Machine(Recorded):
     """Resources of a machine for trials.
 
     Attributes:
@@ -233,10 +232,7 @@ def _machine(name: str, answer: dict[str, Any] | str) -> Machine:
             f"the accelerators of {name} cannot be found: {answer}. Check that "
             f"`{sys.executable} -c 'import deepspeed'` works there."
         )
-    values: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value for key, value in answer.items()
-    }
-    return Machine(**values)
+    return Machine.from_json(answer)
 
 
 @dataclass(frozen=True)
