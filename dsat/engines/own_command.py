@@ -106,7 +106,7 @@ class OwnCommand:
         """
         began_s = time.monotonic()
         while not self._recorded:
-            self._receive(_POLL_S)
+            self._receive()
             self.activities.write([self.running])
             self._check_nodes()
             is_over = self._has_ended or time.monotonic() - began_s > self._timeout_s
@@ -160,10 +160,10 @@ class OwnCommand:
     def _has_ended(self) -> bool:
         return not self.running.running_hosts
 
-    def _receive(self, timeout_s: float) -> None:
+    def _receive(self) -> None:
         if self._has_ended:
             return
-        for _, message in self.supervisors.receive(timeout_s):
+        for _, message in self.supervisors.receive(_POLL_S):
             if message["event"] == LOST:
                 raise EngineError(message["reason"])
             self.running.ended[_HERE] = message

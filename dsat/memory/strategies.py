@@ -21,22 +21,14 @@ def compared(config: Mapping[str, Any]) -> list[Strategy]:
     return [strategy for strategy in COMPARED if strategy.stage >= ds_config.least_stage(config)]
 
 
-def with_strategy(
-    config: Mapping[str, Any],
-    strategy: Strategy,
-    slots: int,
-    shared: Parallelism | None = None,
-) -> dict[str, Any]:
+def with_strategy(config: Mapping[str, Any], strategy: Strategy, slots: int) -> dict[str, Any]:
     """Return the user's configuration with another strategy, without batch sizes.
 
-    The number of accumulation steps is the one of the user's global batch on these slots.
-
-    Args:
-        shared: how slots share samples; by default as in the user's configuration, if the number of
-            slots allows it.
+    Slots share samples as in the user's configuration, if their number allows it. The number of
+    accumulation steps is the one of the user's global batch on these slots.
     """
     own = parallelism.of_config(config)
-    shared = shared or (DATA_ONLY if slots % own.shared else own)
+    shared = DATA_ONLY if slots % own.shared else own
     settings = {**strategy_settings(strategy, config), "stage": strategy.stage}
     if shared != own:
         settings |= shared.settings

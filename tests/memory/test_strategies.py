@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 
 from dsat.memory.strategies import compared, with_strategy
-from dsat.values import parallelism
-from dsat.values.parallelism import Parallelism
 from dsat.values.zero_strategy import Strategy
 
 BF16 = {"bf16": {"enabled": True}}
@@ -39,8 +37,6 @@ def test_slots_share_samples_as_the_users_do_where_they_can() -> None:
     own = {"sequence_parallel_size": 4, "train_micro_batch_size_per_gpu": 1}
     sizes = [with_strategy(own, Strategy(3), n)["sequence_parallel_size"] for n in (1, 8)]
     assert sizes == [1, 4]
-    given = with_strategy(own, Strategy(3), 8, Parallelism(tensor=2))
-    assert parallelism.of_config(given) == Parallelism(tensor=2)
     batch = {**own, "train_batch_size": 8}
     gas = [with_strategy(batch, Strategy(3), n)["gradient_accumulation_steps"] for n in (1, 8)]
     assert gas == [8, 4]
