@@ -17,12 +17,12 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import common, searching, tables
-from benchmarks.common import GIB, MIB
+from benchmarks.common import GIB
 from benchmarks.ledger import STAGES
 from benchmarks.tables import Header, Row
 from dsat.engines.engine import LocalEngine
@@ -37,6 +37,7 @@ from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": OPTIMIZER}
 # One warm-up step, then two measured ones, or three where these differ: passes do the rest.
 START_STEP, END_STEP, MAX_STEPS = 2, 3, 3
 
@@ -55,24 +56,6 @@ SETTINGS = tuple(
 )
 
 
-# What matters on two slots: buckets, what is gathered, and what stage 3 keeps. Processor cores have
-# no streams to overlap communication on, and `overlap_comm` changes nothing without accumulation.
-TWO_SLOTS = tuple(
-    grid(stage=[0])
-    + grid(
-        stage=[1, 2],
-        reduce_bucket_size=[5 * 10**5, 10**7],
-        allgather_bucket_size=[10**8, 5 * 10**5],
-    )
-    + grid(
-        stage=[3],
-        reduce_bucket_size=[5 * 10**6],
-        stage3_prefetch_bucket_size=[5 * 10**4, 5 * 10**7],
-        stage3_param_persistence_threshold=[10**5, 0],
-    )
-)
-
-
 @dataclass(frozen=True)
 class Spec:
     """A table to record.
@@ -80,52 +63,24 @@ class Spec:
     Attributes:
         model, side: of the program (`--model`, `--side`).
         slot_memory_bytes: what the slot may use; small enough that the grid ends in out of memory.
-        config: keys of the DeepSpeed configuration besides the optimizer.
         largest: no micro batch above this is tried.
         passes: how often each trial that runs is measured.
-        slots: of every trial.
-        steps: the first measured, the last, and the most while an interval is too wide.
-        interval: a trial whose 95 % interval is wider, as a fraction, is measured again, in as
-            many passes as there may be; without it every trial is measured in all passes.
     """
 
     name: str
     model: str
     side: int
     slot_memory_bytes: int
-    config: Mapping[str, Any] = field(default_factory=dict)
     settings: Sequence[Mapping[str, Any]] = SETTINGS
     largest: int = 4096
-    passes: int = 1
-    slots: int = 1
-    steps: tuple[int, int, int] = (START_STEP, END_STEP, MAX_STEPS)
-    interval: float = 0.0
-
-    @property
-    def ds_config(self) -> dict[str, Any]:
-        return {"train_micro_batch_size_per_gpu": 1, "optimizer": OPTIMIZER, **self.config}
+    passes: int = 3
 
 
 SPECS = (
-    Spec("cpu-gpt2-small", "gpt2-small", 16, int(3.5 * GIB), passes=3),
-    Spec("cpu-gpt-wide", "gpt-wide", 16, int(2.65 * GIB), largest=32, passes=3),
-    Spec("cpu-resnet50", "resnet50", 64, int(0.9 * GIB), passes=3),
-    Spec("cpu-gpt2-small-lora", "gpt2-small-lora", 16, int(1.2 * GIB), passes=3),
-    # With real communication, and accumulation that is limited by the batch; all stages fit. At
-    # least ten steps, and ever more of them until the interval is narrow.
-    Spec(
-        "cpu2-gpt-fixed-batch",
-        "gpt-5m",
-        32,
-        640 * MIB,
-        config={"train_batch_size": 64},
-        settings=TWO_SLOTS,
-        largest=16,
-        passes=2,
-        slots=2,
-        steps=(START_STEP, START_STEP + 9, 15),
-        interval=0.03,
-    ),
+    Spec("cpu-gpt2-small", "gpt2-small", 16, int(3.5 * GIB)),
+    Spec("cpu-gpt-wide", "gpt-wide", 16, int(2.65 * GIB), largest=32),
+    Spec("cpu-resnet50", "resnet50", 64, int(0.9 * GIB)),
+    Spec("cpu-gpt2-small-lora", "gpt2-small-lora", 16, int(1.2 * GIB)),
 )
 
 
@@ -163,17 +118,11 @@ def next_trial(
         if size is not None:
             return settings, size, 1
     done = [(row.settings, row.micro_batch, number) for row, number in rows]
-    precise = [
-        (row.settings, row.micro_batch)
-        for row, _ in rows
-        if row.outcome.metrics is not None and row.outcome.metrics.ci95 <= spec.interval
-    ]
     for number in range(2, spec.passes + 1):
         for row, first in rows:
-            cell = (row.settings, row.micro_batch)
-            wanted = first == 1 and row.outcome.ok and cell not in precise
-            if wanted and (*cell, number) not in done:
-                return *cell, number
+            following = (row.settings, row.micro_batch, number)
+            if first == 1 and row.outcome.ok and following not in done:
+                return following
     return None
 
 
@@ -192,8 +141,8 @@ def record(spec: Spec, machine: Machine, folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     path = folder / f"{spec.name}{tables.SUFFIX}"
     with Journal(path) as journal, _engine(spec, machine) as engine:
-        begun = journal.events[0]["ds_config"] if journal.events else spec.ds_config
-        if begun != spec.ds_config:
+        begun = journal.events[0]["ds_config"] if journal.events else CONFIG
+        if begun != CONFIG:
             raise SystemExit(f"{path} was begun with other settings; delete it to begin anew")
         _fill(spec, machine, engine, journal)
     finished = tables.compress(path)
@@ -227,11 +176,11 @@ def _fill(spec: Spec, machine: Machine, engine: LocalEngine, journal: Journal) -
     recorded = list(journal.events[1:])  # of an earlier call; what is appended is not among them
     while (following := next_trial(spec, recorded)) is not None:
         settings, size, number = following
-        trial = _trial(spec, next(numbers), TrialKind.SEARCH, settings, size)
+        trial = _trial(next(numbers), TrialKind.SEARCH, settings, size)
         what = f"{json.dumps(settings)} at micro batch {size}"
         outcome = _run(engine, trial, what)
         # The log of an expected failure is of no use, and large.
-        row = Row(settings, size, 1, spec.slots, replace(outcome, detail=""))
+        row = Row(settings, size, replace(outcome, detail=""))
         recorded.append(tables.of_pass(row, number))
         journal.append(recorded[-1])
         said = f"{outcome.metrics.throughput:.3g}/s" if outcome.metrics else outcome.kind.value
@@ -244,7 +193,7 @@ def _profile(spec: Spec, engine: LocalEngine, numbers: Iterator[int]) -> Outcome
     outcome = Outcome(OutcomeKind.OOM)
     for stage in STAGES:
         own = next((one for one in spec.settings if one["stage"] == stage), {"stage": stage})
-        trial = _trial(spec, next(numbers), TrialKind.PROFILE, own, 1)
+        trial = _trial(next(numbers), TrialKind.PROFILE, own, 1)
         outcome = _run(engine, trial, f"the profile in stage {stage}")
         if outcome.ok:
             break
@@ -268,31 +217,23 @@ def _header(
     return Header(
         name=spec.name,
         command=f"{PROGRAM.name} --model {spec.model} --side {spec.side}",
-        ds_config=spec.ds_config,
-        slots=spec.slots,
+        ds_config=CONFIG,
+        slots=1,
         slot_memory_bytes=spec.slot_memory_bytes,
         profile=profile,
         profile_duration_s=profile_duration_s,
         about={
             **about,
             "passes": spec.passes,
-            "measured steps": f"{spec.steps[1] - spec.steps[0] + 1} to {spec.steps[2]}",
+            "measured steps": f"{END_STEP - START_STEP + 1} to {MAX_STEPS}",
         },
     )
 
 
-def _trial(
-    spec: Spec, number: int, kind: TrialKind, settings: Mapping[str, Any], size: int
-) -> Trial:
-    batch = BatchTriple(size * spec.slots, size, 1)
-    return Trial(
-        number,
-        kind,
-        f"t{number}",
-        int(settings.get("stage", 0)),
-        batch,
-        overrides_for(settings, batch),
-    )
+def _trial(number: int, kind: TrialKind, settings: Mapping[str, Any], size: int) -> Trial:
+    batch = BatchTriple(size, size, 1)
+    overrides = overrides_for(settings, batch)
+    return Trial(number, kind, f"t{number}", settings["stage"], batch, overrides)
 
 
 @contextlib.contextmanager
@@ -300,19 +241,18 @@ def _engine(spec: Spec, machine: Machine) -> Iterator[LocalEngine]:
     """Give an engine whose folder is thrown away."""
     command = ["python3", str(PROGRAM), "--model", spec.model, "--side", str(spec.side)]
     command += ["--steps", "1000", "--deepspeed", "--deepspeed_config", "ds_config.json"]
-    start, end, most = spec.steps
     options = TrialOptions(
         timeout_s=600.0,
         slot_memory_bytes=spec.slot_memory_bytes,
-        start_step=start,
-        end_step=end,
-        max_steps=most,
+        start_step=START_STEP,
+        end_step=END_STEP,
+        max_steps=MAX_STEPS,
     )
-    hosts, config = [Host(machine)], spec.ds_config
+    hosts = [Host(machine)]
     with (
         tempfile.TemporaryDirectory(prefix="dsat-record-") as scratch,
         contextlib.closing(
-            common.engine_of(command, config, Path(scratch), hosts, options, slots=spec.slots)
+            common.engine_of(command, CONFIG, Path(scratch), hosts, options)
         ) as engine,
     ):
         yield engine

@@ -51,7 +51,6 @@ PARTS: Mapping[str, Part] = {
         ("winners_curse", "--seeds", "100"),
     ),
     "finals": Part("What finals cost", ("finals_cost",)),
-    "by_hand": Part("The printed command by hand", ("by_hand",)),
     "coverage": Part("Whether the intervals of step times hold", ("coverage",)),
     "memory": Part("Simulated memory against real memory", ("memory_accuracy",)),
     "formula": Part("The closed form of memory against the simulation", ("formula",)),

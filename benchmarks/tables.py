@@ -88,8 +88,6 @@ class Row(Recorded):
 
     settings: Mapping[str, Any]
     micro_batch: int
-    gas: int
-    slots: int
     outcome: Outcome
 
 
@@ -115,7 +113,7 @@ def _passes(rows: Iterable[Row]) -> Iterable[list[Row]]:
     """Return the rows of each trial."""
     passes: dict[str, list[Row]] = {}
     for row in rows:
-        which = json.dumps([row.settings, row.micro_batch, row.gas, row.slots], sort_keys=True)
+        which = json.dumps([row.settings, row.micro_batch], sort_keys=True)
         passes.setdefault(which, []).append(row)
     return passes.values()
 

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import dsat
-from benchmarks import by_hand, common
+from benchmarks import common
+from benchmarks.gpu import by_hand
 from benchmarks.gpu.first_minutes import DONE, OPERATORS_LOG, STEPS
 from benchmarks.gpu.step import (
     HERE,
@@ -153,13 +154,12 @@ def projection(step: Step) -> None:
 def cost_of_measuring(step: Step) -> None:
     """A script's own clock, by hand and in trials: steps with the meter and without (bar: 1 %)."""
     steps = 60 if step.short else 400
-    case = by_hand.Case("transformer", "python3", 1, "transformer", 8, steps, stage=1)
     folder = step.folder / "work"
     folder.mkdir()
-    found = by_hand.compare(case, folder, pairs=1)
+    found = by_hand.compare(folder, steps)
     step.note("ms a step", found.step_ms)
-    step.note("throughput by hand / in a trial", round(found.ratio, 4))
-    step.note("samples/s in a trial and by hand", found.pairs)
+    step.note("throughput by hand / in a trial", round(found.hand / found.trial, 4))
+    step.note("samples/s in a trial and by hand", [found.trial, found.hand])
 
 
 def published(step: Step) -> None:

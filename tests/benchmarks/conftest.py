@@ -26,7 +26,7 @@ def table() -> Table:
             batch = BatchTriple(size, size, 1)
             outcome = CLUSTER.answer(CLUSTER.config(settings, batch))
             known[size] = outcome.ok
-            rows.append(Row(settings, size, 1, 1, outcome))
+            rows.append(Row(settings, size, outcome))
     return Table(HEADER, rows)
 
 
