@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +18,11 @@ from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 from testing import warm_command
 from testing.local import PATIENCE_S, PROGRAMS, is_alive, wait_until
+from testing.started import Told
 
 # Short trials: the second and the third step are measured, of batches that a small slot can hold.
 FAST = "--start-profile-step 2 --end-profile-step 3 --max-profile-steps 2".split()
 FAST += ["--memory-model", "formula", "--slot-memory", "150MiB"]
-
-
-@dataclass(frozen=True)
-class Told:
-    """Output of a finished command."""
-
-    status: int
-    out: str
-    err: str
 
 
 def command_of(

@@ -21,11 +21,11 @@ from dsat.in_trial.cluster_rank import OUTCOME_KEY, numbers
 from dsat.run.journal import FILE_NAME, read_events
 from dsat.run.run import Run
 from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
-from testing.command import Told
 from testing.forked import Forked, run_module
 from testing.local import PATIENCE_S, PROGRAMS
 from testing.master import StandIn
 from testing.master.made_up import Ending, MadeUpTrials
+from testing.started import Told
 
 RUNNER, SEARCH = 1, 2  # the experiments of the first search on a fresh master
 Command = subprocess.Popen[str] | Forked

@@ -202,13 +202,22 @@ class User:
         method: str = "model",
         experiment: bool = False,
         metric: str = "throughput",
+        run_dir: str = "run",
+        shown: bool = False,
     ) -> list[object]:
-        """Return the words of a search in the folder `run`."""
-        common = ["--engine", "local", "--metric", metric, "--run-dir", "run", "--json", *options]
+        """Return the words of a search.
+
+        Args:
+            run_dir: if it is empty, dsat numbers the folder.
+            shown: its result is text for people, in place of JSON.
+        """
+        where = ["--run-dir", run_dir] if run_dir else []
+        form = [] if shown else ["--json"]
+        common = ["--engine", "local", "--metric", metric, *where, *form, *options]
         if experiment:
             return [method, "deepspeed.yaml", ".", *common]
-        where = ["--slots", self.world.slots, "--ds-config", "ds.json"]
-        return [method, *where, *common, "--", "train.py"]
+        script = ["--slots", self.world.slots, "--ds-config", "ds.json"]
+        return [method, *script, *common, "--", "train.py"]
 
     def reads(self, name: str) -> str:
         """Return a file of the run's folder."""
@@ -217,6 +226,12 @@ class User:
     def events(self) -> list[dict[str, Any]]:
         """Return the events of the run's journal."""
         return [json.loads(line) for line in self.reads("journal.jsonl").splitlines()]
+
+    def cut(self, events: int, run_dir: str = "run") -> None:
+        """Leave so many events in a run's journal, as if it was killed then."""
+        path = self.folder / run_dir / "journal.jsonl"
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join(lines[:events]))
 
     def best_config(self) -> dict[str, Any]:
         """Return the configuration that the run leaves for training."""

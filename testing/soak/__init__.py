@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 
+from dsat.search import SEARCHES
 from testing.started import Told
+
+METHODS = tuple(SEARCHES)
 
 
 @dataclass

@@ -18,12 +18,11 @@ from dsat.options import options_of
 from dsat.search import SEARCHES
 from dsat.tuning.settings import Settings
 from testing.scenarios import User
-from testing.soak import Hang, Tally, at_most, complaint, mutations
+from testing.soak import METHODS, Hang, Tally, at_most, complaint, mutations
 from testing.world import World
 
 LIMIT_S = 60.0
 WORLD = World(slots=2)
-_METHODS = ("model", "asha", "binary", "random", "gridsearch")
 # More settings than any single example has, so that there is something to damage.
 _CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
@@ -133,7 +132,7 @@ def _write(rng: random.Random, folder: Path, experiment: dict[str, Any]) -> list
         text = _damaged(rng, experiment, yaml.safe_dump(experiment))
     (folder / "deepspeed.yaml").write_bytes(text)
     script = ["train.py", "--deepspeed_config", "ds.json", "--batch-size", "4"]
-    method = rng.choice(_METHODS)
+    method = rng.choice(METHODS)
     options = _options(rng, method) if damaged == "argv" else []
     if damaged != "experiment" and rng.random() < 0.3:
         return ["tune", "--dry-run", *script]

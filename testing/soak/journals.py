@@ -10,9 +10,8 @@ from typing import Any
 
 from dsat.run.journal import FILE_NAME, read_events
 from testing.scenarios import User
-from testing.soak import Tally, inputs, mutations
+from testing.soak import METHODS, Tally, inputs, mutations
 
-_METHODS = ("model", "asha", "binary", "random", "gridsearch")
 _SHOW = (["show", "run"], ["show", "run", "--trials", "--json"], ["runs", "."])
 
 
@@ -20,9 +19,9 @@ def attack(seed: int, count: int) -> Tally:
     """Show and continue runs whose journals have values, lines or bytes damaged."""
     rng, tally = random.Random(seed), Tally()
     with inputs.a_user() as (user, _):
-        events = {method: _searched(user, method) for method in _METHODS}
+        events = {method: _searched(user, method) for method in METHODS}
         for number in range(count):
-            method = rng.choice(_METHODS)
+            method = rng.choice(METHODS)
             _new_run(user).write_bytes(_damaged(rng, events[method]))
             ends = [inputs.run(user, words) for words in (*_SHOW, _words(user, method, "--resume"))]
             finding = next((finding for _, finding in ends if finding), "")

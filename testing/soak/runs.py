@@ -23,12 +23,11 @@ from dsat.run.journal import FILE_NAME, read_events
 from testing.command import run_of
 from testing.harms import fail_writing
 from testing.scenarios import Harm, User
-from testing.soak import Tally, complaint
+from testing.soak import METHODS, Tally, complaint
 from testing.started import Started, Told
 from testing.world import World
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGSTOP)
-_METHODS = ("model", "asha", "binary", "random", "gridsearch")
 _BUDGET = 12  # trials, finals among them
 _PAIR, _WORTHWHILE, _WRONG = 2, 0.03, 0.1  # trials; logarithm of a gain; part of the searches
 _ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
@@ -100,7 +99,7 @@ def kills(seed: int, count: int) -> Tally:
     rng, tally = random.Random(seed), Tally()
     with _folders() as folders:
         while tally.tried < count:
-            search = Search(rng.choice(_METHODS), next(folders), pause_s=0.01)
+            search = Search(rng.choice(METHODS), next(folders), pause_s=0.01)
             finding, over = "", False
             while tally.tried < count and not over and not finding:
                 number, command = rng.choice(SIGNALS), search.start()
@@ -126,7 +125,7 @@ def failing_calls(seed: int, count: int) -> Tally:
     rng, tally = random.Random(seed), Tally()
     with _folders() as folders:
         while tally.tried < count:
-            search = Search(rng.choice(_METHODS), next(folders))
+            search = Search(rng.choice(METHODS), next(folders))
             after, code, for_ever = rng.randrange(1, 200), rng.choice(_ERRORS), rng.random() < 0.5
             failing = functools.partial(fail_writing, after, code, for_ever=for_ever)
             told = search.run(Harm(before=failing))
@@ -146,7 +145,7 @@ def full_disks(seed: int, count: int) -> Tally:
             disk.mkdir()
             subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", disk], check=True)
             try:
-                search = Search(rng.choice(_METHODS), disk / "work")
+                search = Search(rng.choice(METHODS), disk / "work")
                 (disk / "used").write_bytes(b"x" * rng.randrange(0, 200 * 1024, 4096))
                 told = search.run()
                 (disk / "used").unlink()
@@ -166,7 +165,7 @@ def several_at_once(seed: int, count: int) -> Tally:
     with _folders() as folders:
         while tally.tried < count:
             several = rng.choice((2, 5))
-            search = Search(rng.choice(_METHODS), next(folders), pause_s=0.02)
+            search = Search(rng.choice(METHODS), next(folders), pause_s=0.02)
             told = [command.wait() for command in [search.start() for _ in range(several)]]
             finding = ""
             for one in told:

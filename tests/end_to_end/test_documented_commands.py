@@ -11,8 +11,9 @@ import pytest
 
 from dsat.run.run import Run
 from dsat.values.outcome import OutcomeKind
-from testing.command import FAST, Told, kinds_of, run_of, typed
+from testing.command import FAST, kinds_of, run_of, typed
 from testing.local import buffers_of, processes_of, read_json
+from testing.started import Told
 from testing.tuned_scripts import documented_commands
 
 pytestmark = pytest.mark.slow

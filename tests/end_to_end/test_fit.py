@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from testing.command import Told, run_to_end
+from testing.command import run_to_end
+from testing.started import Told
 
 pytestmark = pytest.mark.slow
 

@@ -18,7 +18,7 @@ from dsat.engines.start import FULL_RUN_ID
 from dsat.in_trial.adapters.hf_trainer import NO_CPU_RANKS
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial, TrialKind
-from testing.command import FAST, Told, dsat, experiment_of, run_of, run_to_end, searched
+from testing.command import FAST, dsat, experiment_of, run_of, run_to_end, searched
 from testing.local import (
     PATIENCE_S,
     PROGRAMS,
@@ -27,6 +27,7 @@ from testing.local import (
     warnings_of,
 )
 from testing.printed import printed_in
+from testing.started import Told
 
 pytestmark = pytest.mark.slow
 

@@ -12,8 +12,9 @@ import pytest
 
 from dsat.run.run import searched
 from dsat.values.outcome import OutcomeKind
-from testing.command import FAST, Told, dsat, experiment_of, inline, run_of, typed
+from testing.command import FAST, dsat, experiment_of, inline, run_of, typed
 from testing.local import processes_of
+from testing.started import Told
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.slow

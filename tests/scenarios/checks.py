@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from dsat.search import SEARCHES
 from testing.scenarios import User
 from testing.started import Told
 from testing.world import World
 
-METHODS = ("model", "asha", "binary", "random", "gridsearch")
+METHODS = tuple(SEARCHES)
 STAGES = (0, 1, 2, 3)
 
 

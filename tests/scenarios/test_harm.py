@@ -7,17 +7,17 @@ import functools
 import json
 import os
 import signal
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from testing.harms import die_writing, fail_writing, open_few_files
+from testing.local import wait_until
 from testing.scenarios import Harm, Terminal, User
-from testing.started import Started, Told
+from testing.started import Told
+from tests.scenarios.checks import METHODS
 
-METHODS = ("model", "asha", "binary", "random", "gridsearch")
 BUDGET = 10
 
 
@@ -133,17 +133,11 @@ def test_an_interruption_before_anything_ran_leaves_no_result(user: User) -> Non
 def test_a_second_process_in_the_same_folder_is_refused(user: User) -> None:
     user.pause_s = 0.2
     first = user.starts(*user.words("--max-trials", BUDGET))
-    wait_for(user.folder / "run" / "journal.jsonl", first)
+    wait_until((user.folder / "run" / "journal.jsonl").exists, "the run")
     second = user.tunes("--max-trials", BUDGET, "--resume")
     check_refused_or_failed(second)
     assert str(first.pid) in second.err
     check_whole(user, first.wait())
-
-
-def wait_for(path: Path, command: Started) -> None:
-    while not path.exists():
-        assert command.is_running(), command.wait()
-        time.sleep(0.01)
 
 
 SURROUNDINGS = {
@@ -207,9 +201,8 @@ TERMINALS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("terminal", "variables"), TERMINALS.values(), ids=TERMINALS)
 def test_a_search_in_a_terminal(user: User, terminal: Terminal, variables: dict[str, str]) -> None:
-    words = [word for word in user.words("--max-trials", BUDGET) if word != "--json"]
     harm = Harm(terminal=terminal, variables={"TERM": "xterm-256color", **variables})
-    told = user.types(*words, harm=harm)
+    told = user.types(*user.words("--max-trials", BUDGET, shown=True), harm=harm)
     assert told.status == 0 and "Traceback" not in told.out
     if variables.get("TERM") == "dumb":
         assert "\x1b" not in told.out

@@ -11,7 +11,6 @@ import shlex
 import shutil
 import signal
 import statistics
-import time
 import urllib.request
 from html.parser import HTMLParser
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import dsat
+from testing.local import wait_until
 from testing.scenarios import Harm, Terminal, User
 from testing.started import Told
 from testing.world import Failure, World
@@ -45,12 +45,6 @@ def copied(ran: tuple[User, Told], user: User) -> User:
     for name in ("train-1", "train-3"):
         shutil.copytree(ran[0].folder / "run", user.folder / "dsat_runs" / name)
     return user
-
-
-def cut(journal: Path, events: int) -> None:
-    """Leave the first events of a journal, as a process that was killed then."""
-    lines = journal.read_text().splitlines(keepends=True)
-    journal.write_text("".join(lines[:events]))
 
 
 def states(user: User) -> dict[str, str]:
@@ -115,7 +109,7 @@ def test_what_a_script_writes_cannot_move_the_cursor(ran: tuple[User, Told]) -> 
 @pytest.mark.slow
 def test_a_terminal_gets_a_live_table(user: User) -> None:
     user.pause_s = 0.3
-    words = [word for word in user.words("--max-trials", 8, method="random") if word != "--json"]
+    words = user.words("--max-trials", 8, method="random", shown=True)
     told = user.types(*words, harm=Harm(terminal=Terminal(columns=200)))
     assert told.status == 0
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", told.out)
@@ -129,24 +123,16 @@ def test_a_run_is_looked_at_while_it_goes_on(user: User) -> None:
     user.pause_s = 0.5
     started = user.starts(*user.words("--max-trials", 12, method="random"))
     journal = user.folder / "run" / "journal.jsonl"
-    wait_for(lambda: journal.exists() and journal.read_text().count('"finished"') >= 2)
+    wait_until(lambda: journal.exists() and journal.read_text().count('"finished"') >= 2, "trials")
     shown = user.types("show", "run", "--json").json
     assert shown["state"] == "running" and shown["stop_reason"] is None
-    wait_for(lambda: "running" in user.types("show", "run", "--trials").out)
+    wait_until(lambda: "running" in user.types("show", "run", "--trials").out, "a trial")
     assert "(running)" in user.types("show", "run").out
     started.signal(signal.SIGKILL)
     started.wait()
     assert user.types("show", "run", "--json").json["state"] == "interrupted"
     text = user.types("show", "run", "--trials").out
     assert "interrupted" in text and "running" not in text
-
-
-def wait_for(holds: object, limit_s: float = 100.0) -> None:
-    assert callable(holds)
-    deadline = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come so far"
-        time.sleep(0.05)
 
 
 def test_a_page_is_served(ran: tuple[User, Told]) -> None:
@@ -172,12 +158,10 @@ def test_runs_are_listed_the_newest_first(copied: User) -> None:
 
 
 def test_folders_are_numbered_and_the_newest_goes_on(copied: User) -> None:
-    search = ["model", *copied.words("--max-trials", 14)[1:]]
-    words = [word for word in search if word not in ("--run-dir", "run")]
-    cut(copied.folder / "dsat_runs" / "train-3" / "journal.jsonl", 5)
-    at = words.index("--json")
-    told = copied.types(*words[:at], "--resume", *words[at:])
+    copied.cut(5, "dsat_runs/train-3")
+    told = copied.types(*copied.words("--max-trials", 14, "--resume", run_dir=""))
     assert told.json["run_dir"] == "dsat_runs/train-3" and len(told.trials) > 5
+    words = copied.words("--max-trials", 14, run_dir="")
     assert copied.types(*words).json["run_dir"] == "dsat_runs/train-4"
     (copied.folder / "dsat_runs" / "train-7x").mkdir()
     assert copied.types(*words).json["run_dir"] == "dsat_runs/train-5"
@@ -191,12 +175,9 @@ def test_results_without_a_journal_are_never_written(copied: User) -> None:
         shutil.copy(copied.folder / "dsat_runs" / "train-1" / name, results)
     before = {path: path.read_bytes() for path in results.iterdir()}
     assert copied.types("show", "train-5").status == 2
-    words = ["model", *copied.words("--max-trials", 14)[1:]]
-    words = [word for word in words if word not in ("--run-dir", "run")]
-    at = words.index("--json")
-    again = copied.types(*words[:at], "--resume", *words[at:])
+    again = copied.types(*copied.words("--max-trials", 14, "--resume", run_dir=""))
     assert again.json["run_dir"] == "dsat_runs/train-3"
-    refused = copied.types(*words[:at], "--run-dir", "dsat_runs/train-5", *words[at:])
+    refused = copied.types(*copied.words("--max-trials", 14, run_dir="dsat_runs/train-5"))
     assert refused.status == 2 and "dsat_runs/train-5" in refused.err
     assert {path: path.read_bytes() for path in results.iterdir()} == before
 
@@ -208,7 +189,7 @@ def test_a_folder_without_runs_is_said(user: User) -> None:
 
 def test_runs_that_are_damaged_or_of_other_versions(copied: User) -> None:
     shutil.copytree(RECORDED, copied.folder / "dsat_runs" / "release-1")
-    cut(copied.folder / "dsat_runs" / "train-1" / "journal.jsonl", 4)
+    copied.cut(4, "dsat_runs/train-1")
     start = (copied.folder / "dsat_runs/train-3/journal.jsonl").read_text().splitlines()[0]
     newer = re.sub(r'"schema": ?(\d+)', '"schema": 99', start)
     for name, text in (
@@ -265,7 +246,7 @@ def test_a_shell_completes_commands_options_and_choices(user: User) -> None:
 
 def test_the_command_to_train_with_is_pasted_from_a_narrow_terminal(user: User) -> None:
     """As a shell reads it from a pseudo-terminal: one line, whose words arrive whole."""
-    words = [word for word in user.words("--max-trials", 4, method="random") if word != "--json"]
+    words = user.words("--max-trials", 4, method="random", shown=True)
     told = user.types(*words, harm=Harm(terminal=Terminal(columns=60)))
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", told.out)
     [pasted] = re.findall(r"Train with it: (.*)\r\n", text)

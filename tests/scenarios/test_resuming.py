@@ -37,13 +37,6 @@ def check_complete(user: User, told: Told, trials: int) -> None:
     assert user.true_speed(user.best_config()) > 0.9 * best_speed(user.world)
 
 
-def cut(user: User, events: int) -> None:
-    """Leave so many events in the journal, as a run that was killed then."""
-    path = user.folder / "run" / "journal.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:events]))
-
-
 # -- cut off
 
 
@@ -62,7 +55,7 @@ def test_a_run_cut_off_anywhere_ends_as_a_whole_one(
     for events in range(1, count, 7 if method == "model" else 5):
         user = replace(whole, folder=tmp_path / f"{events}")
         shutil.copytree(whole.folder, user.folder)
-        cut(user, events)
+        user.cut(events)
         before = [e["trial_id"] for e in user.events() if e["event"] == "finished"]
         told = user.tunes("--max-trials", trials, "--resume", method=method)
         check_complete(user, told, trials)
@@ -148,40 +141,53 @@ def test_more_trials_are_nothing_to_a_search_that_expects_nothing_of_them(user: 
 # -- another plan
 
 
-def ds_config(user: User, **changes: Any) -> None:
-    user.has({"train_micro_batch_size_per_gpu": 1, **changes})
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> User:
+    """A user whose search is over."""
+    user = User(tmp_path_factory.mktemp("ran"))
+    user.has()
+    assert user.tunes("--max-trials", 3, "--finals", 0, method="asha").status == 0
+    return user
 
 
-@pytest.mark.parametrize(
-    ("change", "options", "said"),
-    [
-        (None, ("-r", 8), ("seed", "42", "8")),
-        (None, ("--slot-memory", "12GiB"), ("slot memory", "12GiB")),
-        ({"gradient_clipping": 1.0}, (), ("DeepSpeed configuration",)),
-        ({"train_micro_batch_size_per_gpu": 2}, (), ("train_micro_batch_size_per_gpu",)),
-        (None, ("--divisor", 4), ("divisor", "4")),
-        (None, ("-z", 1, 2), ("stages",)),
-        (None, ("--switch", "torch_compile=False,True"), ("false,true",)),
-        (None, ("--start-profile-step", 2), ("steps",)),
-    ],
-)
+OTHER_OPTIONS = """
+-z 2: zero stages was | --search overlap_comm: search was | --keep sub_group_size: keep was
+--nvme-path /nvme: nvme path was | -r 7: random seed was 42; 7 | --divisor 4: divisor was; 4
+--max-train-batch-size 64: max train batch size was | --train-batch-size 16: train batch size was
+--min-micro-batch 2: min micro batch was | --max-micro-batch 8: max micro batch was
+--max-seq-length 512: max seq length was | --divisible-by 4: divisible by was
+--slot-memory 12GiB: slot memory was; 12GiB | --memory-model none: memory model was
+--switch torch_compile=False,True: false,true | --start-profile-step 2: steps
+""".strip().replace("\n", " | ")
+OTHER_PLANS = [
+    *(({}, option, words) for option, words in (x.split(": ") for x in OTHER_OPTIONS.split(" | "))),
+    ({"gradient_clipping": 1.0}, "", "DeepSpeed configuration"),
+    ({"train_micro_batch_size_per_gpu": 2}, "", "train_micro_batch_size_per_gpu"),
+    *(({}, option, "") for option in ("--max-slots 1", "--no-fork", "--trial-timeout 60s")),
+]
+
+
+@pytest.mark.parametrize(("change", "options", "said"), OTHER_PLANS)
 def test_another_plan_is_another_run(
-    user: User, change: dict[str, Any] | None, options: tuple[Any, ...], said: tuple[str, ...]
+    ran: User, tmp_path: Path, change: dict[str, Any], options: str, said: str
 ) -> None:
-    user.tunes("--max-trials", 6, method="asha")
+    """But options that decide nothing of its trials may change."""
+    shutil.copytree(ran.folder, tmp_path, dirs_exist_ok=True)
+    user = replace(ran, folder=tmp_path)
+    if change:
+        user.has({"train_micro_batch_size_per_gpu": 1, **change})
     before = user.reads("journal.jsonl")
-    if change is not None:
-        ds_config(user, **change)
-    told = user.tunes("--max-trials", 6, "--resume", *options, method="asha")
-    assert told.status == 2 and "Cannot resume: " in told.err
-    assert all(word in told.err for word in said), told.err
+    more = ("--max-trials", 3, "--finals", 0, "--resume", *options.split())
+    told = user.tunes(*more, method="asha")
+    assert told.status == (2 if said else 0), told.err
+    assert ("Cannot resume: " in told.err) is bool(said)
+    assert [part for part in said.split("; ") if part not in told.err] == [], told.err
     assert user.reads("journal.jsonl") == before, "nothing is lost"
 
 
-def test_another_device_is_another_run(user: User) -> None:
-    user.tunes("--max-trials", 6, method="asha")
-    user.world = replace(user.world, device_name="NVIDIA H100 80GB HBM3")
-    told = user.tunes("--max-trials", 6, "--resume", method="asha")
+def test_another_device_is_another_run(ran: User) -> None:
+    user = replace(ran, world=replace(ran.world, device_name="NVIDIA H100 80GB HBM3"))
+    told = user.tunes("--max-trials", 3, "--finals", 0, "--resume", method="asha")
     assert told.status == 2
     assert "A100" in told.err and "H100" in told.err and "device" in told.err
 
@@ -197,7 +203,7 @@ def test_errors_are_tried_again_and_what_was_measured_is_not(user: User, method:
     user.world = replace(user.world, failures=(failure,))
     first = user.tunes("--max-trials", 14, "--finals", 0, method=method)
     assert first.status == 0 and any(row["outcome"] == "ERROR" for row in first.trials)
-    cut(user, len(user.events()) - 1)  # before it stopped
+    user.cut(len(user.events()) - 1)  # before it stopped
     shutil.rmtree(user.folder / "run" / "trials")
     user.world = mended
     second = user.tunes("--max-trials", 20, "--finals", 6, "--resume", method=method)
@@ -210,6 +216,35 @@ def test_errors_are_tried_again_and_what_was_measured_is_not(user: User, method:
     assert not ran & {row["name"] for row in again}
     assert all(row["name"] in ran for row in of_kind(second, "final"))
     assert method == "model" or len(second.trials) > 20 >= len(ran), "of which none is used up"
+
+
+@pytest.mark.parametrize("kind", ["TIMEOUT", "OOM"])
+def test_a_failure_that_would_repeat_is_not_run_again(user: User, kind: str) -> None:
+    user.world = World(failures=(Failure(kind, {"micro_batch": 16}, "as always"),))
+    options = ("--max-trials", 14, "--finals", 0)
+    user.tunes(*options, method="random")
+    ends = [e["event"] == "finished" and e["outcome"]["kind"] == kind for e in user.events()]
+    user.cut(ends.index(True) + 1)
+    user.world = World()
+    told = user.tunes(*options, "--resume", method="random")
+    again = {r["outcome"] for r in told.trials if r["train_micro_batch_size_per_gpu"] == 16}
+    assert kind in again
+
+
+@pytest.mark.parametrize("kind", ["ERROR", "OOM"])
+def test_a_first_trial_that_failed_is_run_again_unless_memory_ran_out(
+    user: User, kind: str
+) -> None:
+    user.world = World(failures=(Failure(kind, {}, "no luck"),))
+    options = ("--max-trials", 14, "--finals", 0)
+    assert user.tunes(*options, method="random").status == 1
+    user.world = World()
+    told = user.tunes(*options, "--resume", method="random")
+    assert told.status == (0 if kind == "ERROR" else 1)
+    set_aside = user.folder / "run" / "journal-1.jsonl"
+    assert set_aside.exists() is (kind == "ERROR"), "what ran out of memory would only do so again"
+    refused = user.tunes(*options, method="random")
+    assert refused.status == 2 and "run" in refused.err, "it already holds a run"
 
 
 # -- journals of earlier versions
@@ -226,7 +261,7 @@ def last_release(folder: Path) -> User:
 def test_a_run_of_the_last_release_is_resumed(tmp_path: Path, events: int) -> None:
     user = last_release(tmp_path)
     recorded = user.events()
-    cut(user, events)
+    user.cut(events)
     told = user.tunes("--max-trials", 12, "--resume", method="asha")
     check_complete(user, told, 12)
     assert user.events()[: min(events, len(recorded))] == recorded[:events]

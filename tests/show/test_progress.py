@@ -24,10 +24,8 @@ def test_the_time_left_is_that_of_the_trials_that_are_left(
 ) -> None:
     """Trials take 30 to 37 s in this world."""
     user.world, user.pause_s = World(at_once=at_once), 0.02
-    words = user.words("--max-trials", 20, "--finals", 0, method="random")
-    shown = user.types(
-        *(word for word in words if word != "--json"), harm=Harm(terminal=Terminal(200, 60))
-    )
+    words = user.words("--max-trials", 20, "--finals", 0, method="random", shown=True)
+    shown = user.types(*words, harm=Harm(terminal=Terminal(200, 60)))
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.out)
     lefts = re.findall(
         r"at most (\d+) more trials \((\d+) min (\d+) s to (\d+) min (\d+) s\)", text
