@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from testing.local import PROGRAMS, environment_of_a_rank
+from testing.local import PATIENCE_S, PROGRAMS, environment_of_a_rank
 
 FOLDER = PROGRAMS / "memory"
 ROOT = Path(__file__).parents[1]
@@ -25,9 +25,7 @@ def counting_library(folder: Path) -> Path:
     return library
 
 
-def real_peaks(
-    library: Path, model: str, config: Mapping[str, Any], slots: int, timeout_s: float = 600
-) -> dict[str, int]:
+def real_peaks(library: Path, model: str, config: Mapping[str, Any], slots: int) -> dict[str, int]:
     """Peak bytes of a rank by phase, the largest of all ranks, for a model of `programs/memory`.
 
     Raises:
@@ -40,16 +38,11 @@ def real_peaks(
         json.dump(config, file)
         file.flush()
         words = ["train.py", "--model", model, "--deepspeed_config", file.name]
-        return measured(words, FOLDER, environment, slots, timeout_s=timeout_s)
+        return measured(words, FOLDER, environment, slots)
 
 
 def measured(
-    words: Sequence[str],
-    folder: Path,
-    environment: Mapping[str, str],
-    slots: int = 1,
-    *,
-    timeout_s: float,
+    words: Sequence[str], folder: Path, environment: Mapping[str, str], slots: int = 1
 ) -> dict[str, int]:
     """Peak bytes of a rank of a script by phase, the largest of all ranks.
 
@@ -72,7 +65,7 @@ def measured(
         )
         for rank in range(slots)
     ]
-    logs = [rank.communicate(timeout=timeout_s)[0] for rank in ranks]
+    logs = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
     _remove_buffers(environment["MASTER_PORT"])
     found: list[dict[str, int]] = [
         json.loads(line[len("PEAKS ") :])

@@ -25,23 +25,20 @@ def write_run(
     world: World | None = None,
     *,
     trials: int = 40,
-    finals: int | None = None,
-    method: str = "random",
 ) -> Run:
     """Search in a world, write the run's folder and return the run.
 
     Args:
         folder: made if it is missing.
         world: by default one in which stage 3 fails with hostile words.
-        trials, finals, method: as options of the command.
+        trials: most of the search.
     """
     failure = Failure("ERROR", {"stage": 3}, HOSTILE)
     with tempfile.TemporaryDirectory() as place:
         user = User(Path(place), world or World(failures=(failure,)))
         user.has({"train_micro_batch_size_per_gpu": 1})
-        options = () if finals is None else ("--finals", finals)
         with mock.patch.object(installed_deepspeed, "_stamp", return_value=None):
-            told = user.tunes("--max-trials", trials, *options, method=method)
+            told = user.tunes("--max-trials", trials, method="random")
         assert told.status == 0, told.err
         shutil.copytree(user.folder / "run", folder, dirs_exist_ok=True)
     return read_run(folder / FILE_NAME)

@@ -64,7 +64,7 @@ def use_accelerator(monkeypatch: pytest.MonkeyPatch, accelerator: FakeAccelerato
 class FakeEngine:
     """A DeepSpeedEngine as far as the meter knows it; its phases take scripted times."""
 
-    def __init__(self, clock: Clock, micro_batch: int = 4, gas: int = 1, stage: int = 1) -> None:
+    def __init__(self, clock: Clock, micro_batch: int = 4, gas: int = 1) -> None:
         self.clock = clock
         self.training = True
         self.optimizer = self.basic_optimizer = object()
@@ -73,7 +73,7 @@ class FakeEngine:
         self.device = torch.device("cpu")
         self.times_ms = (3.0, 5.0, 2.0)
         self.overflows = False
-        self._sizes = (micro_batch, gas, stage)
+        self._sizes = (micro_batch, gas)
 
     def train_micro_batch_size_per_gpu(self) -> int:
         return self._sizes[0]
@@ -82,7 +82,7 @@ class FakeEngine:
         return self._sizes[1]
 
     def zero_optimization_stage(self) -> int:
-        return self._sizes[2]
+        return 1
 
     def is_gradient_accumulation_boundary(self) -> bool:
         return (self.micro_steps + 1) % self._sizes[1] == 0

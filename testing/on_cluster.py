@@ -46,9 +46,9 @@ class OnCluster:
     home: Path
     begun: list[Command] = field(default_factory=list)
 
-    def begin(self, *words: object, **variables: str) -> Command:
+    def begin(self, *words: object) -> Command:
         """Begin a command; it is forked if trials are made up."""
-        env = {**os.environ, **self.master.client_environment(self.home), **variables}
+        env = {**os.environ, **self.master.client_environment(self.home)}
         self.home.mkdir(exist_ok=True)
         process: Command
         if self.master.made_up is not None:
@@ -67,19 +67,15 @@ class OnCluster:
         self.begun.append(process)
         return process
 
-    def dsat(self, *words: object, **variables: str) -> Told:
+    def dsat(self, *words: object) -> Told:
         """Runs the command to its end."""
-        return ended(self.begin(*words, **variables))
+        return ended(self.begin(*words))
 
-    def search(
-        self, program: str | Path, *options: object, method: str = "random", **variables: str
-    ) -> Told:
-        return self.dsat(*words_of(program, method), *options, **variables)
+    def search(self, program: str | Path, *options: object, method: str = "random") -> Told:
+        return self.dsat(*words_of(program, method), *options)
 
-    def begin_search(
-        self, program: str | Path, *options: object, method: str = "random"
-    ) -> Command:
-        return self.begin(*words_of(program, method), *options)
+    def begin_search(self, program: str | Path, *options: object) -> Command:
+        return self.begin(*words_of(program, "random"), *options)
 
     # -- what happens meanwhile
 
@@ -215,16 +211,15 @@ def quick_cluster(
     return cluster(folder, made_up=made_up, poll_s=3600.0, **more)
 
 
-def measured(hparams: Mapping[str, Any], *, largest: int = 16, **changes: Any) -> Ending:
+def measured(hparams: Mapping[str, Any], **changes: Any) -> Ending:
     """What a trial on a made-up machine reports: the larger its micro batch, the faster it is.
 
     Args:
-        largest: micro batch that fits.
         changes: of the outcome.
     """
     spec = spec_of(hparams)
     size = spec["micro_batch"]
-    if size > largest:
+    if size > 16:
         return Ending(log=("RuntimeError: CUDA error: out of memory",), status=1)
     profile = ModelProfile(10**6, 10**6, 4, 10**6, 1e6, 10**9) if spec["profile"] else None
     speed = 100.0 * size / (size + 3) + 4 * spec["stage"]
@@ -256,9 +251,9 @@ def words_of(program: str | Path, method: str) -> list[object]:
     return [method, folder / "deepspeed.yaml", folder, "--metric", "throughput"]
 
 
-def changed(program: str | Path, folder: Path, **changes: Any) -> Path:
-    """A copy of a program with other values in its experiment configuration."""
-    source, target = PROGRAMS / program, folder / "changed"
+def changed(folder: Path, **changes: Any) -> Path:
+    """A copy of the program `pretend` with other values in its experiment configuration."""
+    source, target = PROGRAMS / "pretend", folder / "changed"
     target.mkdir()
     for path in source.iterdir():
         if path.is_file():

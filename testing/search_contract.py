@@ -114,12 +114,12 @@ class Driven:
         place = proposal.place
         self._observations[place] = replace(self._observations[place], outcome=outcome)
 
-    def observe(self, micro_batch: int, outcome: Outcome, *, branch: int = 0) -> None:
-        """Show the user's own trial, with a branch's first settings."""
-        batch = self.space.batch(micro_batch, self.space.branches[branch].settings(0))
+    def observe(self, micro_batch: int, outcome: Outcome) -> None:
+        """Show the user's own trial, with the first branch's first settings."""
+        batch = self.space.batch(micro_batch, self.space.branches[0].settings(0))
         self._observations.append(
             Observation(
-                Point(branch, 0, micro_batch),
+                Point(0, 0, micro_batch),
                 batch,
                 outcome,
                 Source.BASELINE,
@@ -137,12 +137,10 @@ class Driven:
         return self._search.propose(tuple(self._observations), self._context)
 
 
-def space_of(
-    lineages: int = 8, *, micro_batches: Sequence[int] = range(1, 65), stage: int = 1
-) -> Space:
-    """Return one stage with up to 8 ZeRO sections, which differ in their bucket size."""
+def space_of(lineages: int = 8, *, micro_batches: Sequence[int] = range(1, 65)) -> Space:
+    """Return stage 1 with up to 8 ZeRO sections, which differ in their bucket size."""
     return Space(
-        strategies=plain(stage),
+        strategies=plain(1),
         micro_batches=micro_batches,
         slots=1,
         freedom=Freedom(fix=("contiguous_gradients",)),

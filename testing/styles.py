@@ -68,12 +68,7 @@ def simulated(
 
 
 def real_peaks(
-    style: Style,
-    folder: Path,
-    micro_batch: int,
-    timeout_s: float = PATIENCE_S,
-    *,
-    on_device: bool = False,
+    style: Style, folder: Path, micro_batch: int, *, on_device: bool = False
 ) -> dict[str, int]:
     """Peak bytes of a real rank by phase, on this machine's CPU or on the null CUDA.
 
@@ -95,4 +90,4 @@ def real_peaks(
         of_device = null.environment(DS_ACCELERATOR="cuda")
         environment |= {k: v for k, v in of_device.items() if os.environ.get(k) != v}
     words = style.words(str(config), micro_batch)
-    return measured(words, style.folder, environment, timeout_s=timeout_s)
+    return measured(words, style.folder, environment)

@@ -42,7 +42,6 @@ class StandIn:
         poll_s: How long a long poll without news lasts; the real master's is 60 s.
         environment: Variables that every container has, as an image sets them.
         projects: Pairs of a workspace and a project in it.
-        grace_s: How long launchers wait after the end of their workers; 5 s in reality.
         made_up: Trials without processes; then search runners are forked, and time runs fast there.
         idle: No container starts.
     """
@@ -56,7 +55,6 @@ class StandIn:
         poll_s: float = 2.0,
         environment: Mapping[str, str] | None = None,
         projects: Sequence[tuple[str, str]] = (),
-        grace_s: float = 0.2,
         made_up: MadeUpTrials | None = None,
         idle: bool = False,
     ) -> None:
@@ -68,7 +66,6 @@ class StandIn:
         self.accounts = Accounts(self.users)
         self._environment = dict(environment or {})
         self._timers: list[threading.Timer] = []
-        self._grace_s = grace_s
         self.made_up = made_up
         self.cluster.idle = idle
         self._master = Master(self.cluster, self.accounts, version, poll_s, made_up)
@@ -76,7 +73,6 @@ class StandIn:
             self.folder / "containers", self._logged, self._exited, self.cluster.now
         )
         self.http = HttpServer(self._master)
-        self.faults = self.http.faults
 
     def __enter__(self) -> StandIn:
         return self
@@ -123,11 +119,11 @@ class StandIn:
             lines = [line for task_id in tasks for line in self.cluster.logs.get(task_id, [])]
             return "".join(line.message for line in lines)
 
-    def metrics(self, trial_id: int, group: str = "validation") -> list[Json]:
-        """The metrics that a trial reported, oldest first."""
+    def metrics(self, trial_id: int) -> list[Json]:
+        """The metrics that a trial reported of its validation, oldest first."""
         with self._master.changed:
             reports = self.cluster.metrics.get(trial_id, [])
-            return [each["metrics"] for each in reports if each["group"] == group]
+            return [each["metrics"] for each in reports if each["group"] == "validation"]
 
     def checkpoint_paths(self, trial_id: int) -> list[Path]:
         """The folders of a trial's checkpoints, oldest first."""
@@ -172,7 +168,7 @@ class StandIn:
             time.sleep(0.02)
         return value
 
-    def wait_ended(self, experiment_id: int, timeout_s: float = 600.0) -> str:
+    def wait_ended(self, experiment_id: int) -> str:
         """The terminal state of an experiment."""
         experiment = self.experiment(experiment_id)
 
@@ -181,7 +177,7 @@ class StandIn:
             with self._master.changed:
                 return experiment.state.is_terminal
 
-        self.wait_until(ended, f"the end of experiment {experiment_id}", timeout_s)
+        self.wait_until(ended, f"the end of experiment {experiment_id}")
         return str(experiment.state)
 
     # What tests do to it.
@@ -189,7 +185,7 @@ class StandIn:
     def fault(self, pattern: str, **more: Any) -> Fault:
         """Put a fault in force; see `Fault`."""
         fault = Fault(pattern, **more)
-        self.faults.append(fault)
+        self.http.faults.append(fault)
         return fault
 
     def processes(self, trial_id: int) -> list[psutil.Process]:
@@ -270,7 +266,7 @@ class StandIn:
             **({"DET_LATEST_CHECKPOINT": checkpoint["uuid"]} if checkpoint else {}),
             # Read by `container/sitecustomize.py`.
             "HOSTNAME_CONTAINER_SHARED_FS": storage.get("host_path") or "",
-            "HOSTNAME_CONTAINER_GRACE_S": str(self._grace_s),
+            "HOSTNAME_CONTAINER_GRACE_S": "0.2",
             **_user_variables(experiment.config),
         }
 

@@ -156,7 +156,6 @@ def test_a_search_that_failed_says_why_wherever_users_look(tmp_path: Path) -> No
     hparams = {"auth_token": "hunter2"}
     environment = {"environment_variables": ["HF_TOKEN=hunter2"]}
     program = changed(
-        "pretend",
         tmp_path,
         hyperparameters=hparams,
         environment=environment,

@@ -44,9 +44,7 @@ USERS = {
 
 def searched(there: OnCluster, folder: Path, storage: object, *options: object) -> list[Any]:
     """The configurations of runner, search and training in full length, as they were submitted."""
-    program = changed(
-        "pretend", folder, **USERS, hyperparameters=HPARAMS, checkpoint_storage=storage
-    )
+    program = changed(folder, **USERS, hyperparameters=HPARAMS, checkpoint_storage=storage)
     config = program / "deepspeed.yaml"
     data = yaml.safe_load(config.read_text())
     del data["max_restarts"]  # else a number of the user's holds for trials
@@ -116,7 +114,7 @@ def test_changes_for_the_runner_alone_do_not_reach_its_trials(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_a_number_of_restarts_of_the_user_holds_for_trials(tmp_path: Path) -> None:
-    program = changed("pretend", tmp_path, max_restarts=2)
+    program = changed(tmp_path, max_restarts=2)
     with quick_cluster(tmp_path) as there:
         there.search(program, "--max-trials", 2, "--finals", 0, "--max-search-runner-restarts", 7)
         assert there.master.experiment(1).config["max_restarts"] == 7
@@ -126,7 +124,7 @@ def test_a_number_of_restarts_of_the_user_holds_for_trials(tmp_path: Path) -> No
 def test_a_limit_of_slots_in_the_experiment_is_the_searchs_too(
     nowhere: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    program = changed("pretend", tmp_path, resources={"slots_per_trial": 2, "max_slots": 4})
+    program = changed(tmp_path, resources={"slots_per_trial": 2, "max_slots": 4})
     words = ["random", str(program / "deepspeed.yaml"), str(program), "--dry-run"]
     assert main.main([*words, "--slots", "5"]) == 2
     err = capsys.readouterr().err
@@ -137,9 +135,7 @@ def test_the_autotuning_section_sets_defaults_on_a_cluster_too(
     master: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     section = {"enabled": True, "tuner_num_trials": 8, "metric": "latency", "fast": True}
-    program = changed(
-        "pretend", tmp_path, hyperparameters={"deepspeed_config": {**DS, "autotuning": section}}
-    )
+    program = changed(tmp_path, hyperparameters={"deepspeed_config": {**DS, "autotuning": section}})
     words = ["tune", str(program / "deepspeed.yaml"), str(program), "--detach"]
     assert main.main(words) == 0
     plan = json.loads(master.context(1)["dsat_job.json"])["plan"]
@@ -161,7 +157,7 @@ def test_the_autotuning_section_sets_defaults_on_a_cluster_too(
 def test_trials_at_once_take_no_more_slots_than_are_allowed(
     options: tuple[object, ...], at_once: int, tmp_path: Path
 ) -> None:
-    program = changed("pretend", tmp_path, resources={"slots_per_trial": 2, "max_slots": 4})
+    program = changed(tmp_path, resources={"slots_per_trial": 2, "max_slots": 4})
     with quick_cluster(tmp_path, nodes=(8,)) as there:
         most = ("--max-trials", 5, "--max-concurrent-trials", 4, "--finals", 0)
         assert there.search(program, *most, *options).status == 0

@@ -164,9 +164,7 @@ def test_no_secret_is_told(tmp_path: Path) -> None:
         "monitor": {"wandb_token": SECRET, "url": "s3://u:pw9@x/y"},
     }
     environment = {"environment_variables": [f"HF_TOKEN={SECRET}"]}
-    program = changed(
-        "pretend", tmp_path, hyperparameters={"deepspeed_config": ds}, environment=environment
-    )
+    program = changed(tmp_path, hyperparameters={"deepspeed_config": ds}, environment=environment)
     with quick_cluster(tmp_path) as there:
         told = there.search(program, *OPTIONS, "--max-trials", 4, "--json")
         assert told.status == 0, told
@@ -186,7 +184,7 @@ def test_no_secret_is_told(tmp_path: Path) -> None:
 def test_a_training_in_full_length_follows_once(tmp_path: Path) -> None:
     searcher = {"name": "single", "metric": "loss", "max_length": {"batches": 200}}
     kept = {"overwrite_deepspeed_args": {"gradient_clipping": 2.0}}
-    program = changed("pretend", tmp_path, searcher=searcher, hyperparameters=kept)
+    program = changed(tmp_path, searcher=searcher, hyperparameters=kept)
     with quick_cluster(tmp_path) as there:
         # The runner dies before it knows that the training has begun.
         made = r"POST /api/v1/experiments$"
@@ -216,7 +214,7 @@ def test_trials_that_differ_in_a_switch_differ_in_their_hyperparameters(
         return measured(hparams, metrics=metrics)
 
     searcher = {"name": "single", "metric": "loss", "max_length": {"batches": 200}}
-    program = changed("pretend", tmp_path, searcher=searcher)
+    program = changed(tmp_path, searcher=searcher)
     options = ("--max-micro-batch", 2, "--max-trials", 6, "--finals", 0, "--run-full-experiment")
     with quick_cluster(tmp_path, behave) as there:
         told = there.search(program, *options, "--zero-stages", 0, "--search", name, "--json")
@@ -242,7 +240,7 @@ def test_trials_that_differ_in_a_switch_differ_in_their_hyperparameters(
 def test_a_training_in_full_length_needs_a_searcher_of_one_trial(
     searcher: Any, problem: str, tmp_path: Path
 ) -> None:
-    program = changed("pretend", tmp_path, searcher=searcher)
+    program = changed(tmp_path, searcher=searcher)
     with quick_cluster(tmp_path) as there:
         told = there.search(program, "--run-full-experiment")
         assert told.status == 2 and "searcher" in told.err and problem in told.err
@@ -282,7 +280,7 @@ def test_no_stage_is_called_unfit_that_ran(tmp_path: Path) -> None:
         ran = Outcome(OutcomeKind.OK, metrics=metrics, duration_s=1.0)
         return reported(replace(ran, profile=profile) if spec["profile"] else ran)
 
-    program = changed("pretend", tmp_path, hyperparameters={"deepspeed_config": ds})
+    program = changed(tmp_path, hyperparameters={"deepspeed_config": ds})
     with quick_cluster(tmp_path, behave) as there:
         told = there.search(program, "--max-trials", 4, "--finals", 0, "--json")
         lines = [line for line in told.err.splitlines() if line.startswith("stage ")]

@@ -115,7 +115,7 @@ ENDS = {  # of trials that pretend, by what they do; the first is the user's own
 
 
 def test_a_runner_that_is_killed_goes_on_where_it_was_however_trials_end(tmp_path: Path) -> None:
-    program = changed("pretend", tmp_path, hyperparameters={"behaviours": list(ENDS)})
+    program = changed(tmp_path, hyperparameters={"behaviours": list(ENDS)})
     with cluster(tmp_path) as there:
         most = ("--max-trials", len(ENDS), "--max-micro-batch", 16, "--finals", 0, "--json")
         process = there.begin_search(program, *most)

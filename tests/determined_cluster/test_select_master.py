@@ -14,10 +14,6 @@ FAR = "http://gpus.example.com:8080"
 NEAR = "http://localhost:8080"
 
 
-def logged_in(user: str = "eve") -> dict[str, object]:
-    return {"active_user": user, "tokens": {user: "t"}}
-
-
 @pytest.fixture
 def auth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Determined's file of logins."""
@@ -52,7 +48,7 @@ def test_where_trials_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     masters = {
-        **{each: logged_in() for each in logins},
+        **{each: {"active_user": "eve", "tokens": {"eve": "t"}} for each in logins},
         "http://once:8080": {"tokens": {"eve": "t"}},  # nobody is active
         "http://gone:8080": {"active_user": "eve", "tokens": {}},  # logged out
     }

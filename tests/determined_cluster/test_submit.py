@@ -94,7 +94,7 @@ def test_the_last_whole_result_of_a_log_counts(
         "optimizer": {"type": "Adam"},
         "monitor": {"numbers": [number**9 for number in range(2000)]},
     }
-    program = changed("pretend", tmp_path, hyperparameters={"deepspeed_config": ds})
+    program = changed(tmp_path, hyperparameters={"deepspeed_config": ds})
     with quick_cluster(tmp_path) as there:
         told = there.search(program, "--max-trials", 6, "--json", "--detach")
         assert told.status == 0
@@ -272,7 +272,7 @@ def test_what_is_for_this_machine_only(
 def test_the_plan_is_shown_without_asking_anybody(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = changed("pretend", tmp_path, resources={"slots_per_trial": 2, "max_slots": 4})
+    model = changed(tmp_path, resources={"slots_per_trial": 2, "max_slots": 4})
     for options, slots in (((), 4), (("--max-slots", 2), 2)):
         assert dsat("--dry-run", *options, model=model) == 0
         out = capsys.readouterr().out

@@ -37,7 +37,7 @@ trial = SimpleNamespace(hparams=HPARAMS, experiment_id=2, trial_id=7)
 determined.get_cluster_info = lambda: SimpleNamespace(task_type="TRIAL", trial=trial)
 runner_watch.start = lambda runner_id: None  # there is no master
 {plain}
-core = CoreContext({rank})
+core = CoreContext()
 try:
     config = dsat.get_ds_config_from_hparams(HPARAMS)
 {body}
@@ -81,7 +81,6 @@ def rank_of(
     folder: Path,
     body: str,
     *,
-    rank: int = 0,
     hparams: Any = None,
     switches: Any = None,
     **spec: Any,
@@ -92,13 +91,11 @@ def rank_of(
     given |= {"_dsat_switches": switches} if switches else {}
     indented = "\n".join(f"    {line}" for line in body.splitlines())
     code = CONTAINER.format(
-        hparams=repr(given if hparams is None else hparams), plain=PLAIN, rank=rank, body=indented
+        hparams=repr(given if hparams is None else hparams), plain=PLAIN, body=indented
     )
     env = environment_of_a_rank(
         DET_ALLOCATION_ID="7.a.0", DSAT_TRIAL_DIR=str(folder), PYTHONPATH=str(ROOT)
     )
-    if rank:
-        env["RANK"] = str(rank)
     words = [*warm_host.prefix(), sys.executable, "-c", code]
     done = subprocess.run(
         words, env=env, cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False

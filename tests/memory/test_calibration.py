@@ -21,10 +21,10 @@ def simulated(micro_batch: int) -> dict[str, int]:
     }
 
 
-def observed(micro_batch: int, excess: float, context: float = 0) -> Observation:
+def observed(micro_batch: int, excess: float) -> Observation:
     peaks = simulated(micro_batch)
     used = {p: peaks[p] + round(excess * MIB) for p in ("forward", "backward", "step")}
-    memory = MemoryUse(used, context_bytes=round(context * MIB))
+    memory = MemoryUse(used, context_bytes=0)
     observation = observe(peaks, micro_batch, memory)
     assert observation is not None
     return observation

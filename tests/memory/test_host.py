@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from dsat.memory import host
-from dsat.memory.facts import ModelFacts
 from testing.simulation_host import facts_of
 
 GIB = 2**30
@@ -23,8 +22,8 @@ def offloaded(stage: int, **settings: Any) -> dict[str, Any]:
     }
 
 
-def needed(config: dict[str, Any], slots: int = 1, facts: ModelFacts = FACTS) -> float:
-    return sum(host.training(facts, config, slots=slots))
+def needed(config: dict[str, Any]) -> float:
+    return sum(host.training(FACTS, config, slots=1))
 
 
 @pytest.mark.parametrize("stage", [2, 3])

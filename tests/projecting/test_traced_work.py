@@ -62,13 +62,10 @@ def gathers(*, overlapped: bool = True) -> tuple[Collectives, ...]:
     )
 
 
-def time_of(
-    trace: StepTrace, slots: int, micro_batch: int = 4, card: cards.Card = A100
-) -> StepTime:
-    speed = ProjectedSpeed(hardware_of(card), [STAGE_3])
-    work = work_of(
-        scaled(trace, slots, sharded=True), MODEL, micro_batch, Cluster.of(card, slots), 3
-    )
+def time_of(trace: StepTrace, slots: int, micro_batch: int = 4) -> StepTime:
+    speed = ProjectedSpeed(hardware_of(A100), [STAGE_3])
+    whole = scaled(trace, slots, sharded=True)
+    work = work_of(whole, MODEL, micro_batch, Cluster.of(A100, slots), 3)
     return speed.predict(speed.points(work, STAGE_3, micro_batch, 1))
 
 

@@ -23,15 +23,9 @@ EFFECTS = np.array([0.04] * 4 + [0.2, 0.2, 0.02, 0.02])
 PRIOR = Prior(JOB.hardware, EFFECTS)
 
 
-def points_of(
-    rows: list[tuple[int, float, float]],
-    *,
-    job: Job = JOB,
-    settings: dict[str, Any] | None = None,
-    values: tuple[int, int] = (0, 0),
-) -> Points:
+def points_of(rows: list[tuple[int, float, float]], *, values: tuple[int, int] = (0, 0)) -> Points:
     """Configurations by stage, micro batch and accumulation steps."""
-    counted = {stage: work(job, Strategy(stage), settings or {}) for stage in range(4)}
+    counted = {stage: work(JOB, Strategy(stage), {}) for stage in range(4)}
     traits = np.zeros((len(rows), 8))
     traits[np.arange(len(rows)), [stage for stage, _, _ in rows]] = 1.0
     traits[:, [4 + values[0], 6 + values[1]]] = 1.0

@@ -44,8 +44,8 @@ def text_of(browser: Any, selector: str) -> str:
     return found
 
 
-def number_of(browser: Any, selector: str) -> int:
-    return len(browser.find_elements(By.CSS_SELECTOR, selector))
+def number_of_rows(browser: Any) -> int:
+    return len(browser.find_elements(By.CSS_SELECTOR, "#table tbody tr"))
 
 
 def test_a_search_is_watched(browser: Any, tmp_path: Path) -> None:
@@ -57,16 +57,16 @@ def test_a_search_is_watched(browser: Any, tmp_path: Path) -> None:
     with serving(folder) as url:
         browser.get(url)
         drawn(browser)
-        before = number_of(browser, "#table tbody tr")
+        before = number_of_rows(browser)
         browser.execute_script("document.getElementById('filter').value = 'gas1'")
-        wait_for(lambda: number_of(browser, "#table tbody tr") > before)  # without a reload
+        wait_for(lambda: number_of_rows(browser) > before)  # without a reload
         typed = browser.execute_script("return document.getElementById('filter').value")
         assert typed == "gas1", "it is kept"
         told = started.wait()
         assert told.status == 0
         wait_for(lambda: "finished" in text_of(browser, "#status"))
         drawn(browser)
-        assert number_of(browser, "#table tbody tr") == len(told.trials)
+        assert number_of_rows(browser) == len(told.trials)
         web = [x for x in requests_of(browser) if not x.startswith(("data:", "blob:"))]
         assert all(address.startswith("http://127.0.0.1") for address in web)
         assert errors_of(browser) == []

@@ -199,7 +199,7 @@ def test_what_changes_numbers_is_searched_only_when_asked_for() -> None:
 
 
 def _sizes(
-    *tune: str, config: dict[str, Any] | None = None, total: int | None = None, per_host: int = 0
+    *tune: str, config: dict[str, Any] | None = None, per_host: int = 0
 ) -> list[Parallelism]:
     """Sizes that a search tries on 8 slots with 12 heads, one above 1 for tensor and sequence."""
     freedom = Freedom(tune=tune, base_config=config or {}, slots_per_host=per_host)
@@ -207,14 +207,10 @@ def _sizes(
         strategies=plain(0),
         micro_batches=[1],
         slots=8,
-        train_batch_size=total,
         freedom=freedom,
         heads=12,
     )
     [branch] = space.branches
-    for index in range(branch.count):
-        batch = space.batch(1, branch.settings(index))
-        assert total in (None, batch.train_batch_size)
     return [freedom.parallelism(branch.settings(n)) for n in range(branch.count)]
 
 
