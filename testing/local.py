@@ -29,6 +29,7 @@ from testing import warm_host
 PROGRAMS = Path(__file__).parent / "programs"
 # For what takes seconds: a loaded machine has taken minutes.
 PATIENCE_S = 600.0
+SMALL_BUCKETS = {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
 
 
 def cpu_machine(slots: int) -> Machine:
@@ -299,6 +300,12 @@ def buffers_of(folder: Path) -> list[str]:
     words = [w for path in folder.glob("trials/*/cmd.txt") for w in path.read_text().split()]
     ports = {word[len("MASTER_PORT=") :] for word in words if word.startswith("MASTER_PORT=")}
     return [name for name in shared_memory() if name.split("_")[-2] in ports]
+
+
+def assert_nothing_is_left(run_dir: Path) -> None:
+    """Check that a run's processes end, and that their buffers go with them."""
+    wait_until(lambda: not processes_of(run_dir), "the end of all processes", 20)
+    wait_until(lambda: not buffers_of(run_dir), "the removal of their buffers", 20)
 
 
 def warnings_of(outcome: Outcome) -> tuple[str, ...]:

@@ -31,7 +31,6 @@ from testing.local import (
 PROGRAM = (PROGRAMS / "behaviours").resolve()
 # A failure ends a trial at once: nothing waits for gloo's half hour, nor for the trial's time-out.
 AT_ONCE_S = PATIENCE_S / 3
-SMALL_BUCKETS = {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
 
 
 class RanksContract(abc.ABC):

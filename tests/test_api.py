@@ -132,14 +132,6 @@ def test_a_search_from_python(
 
 
 @pytest.mark.slow
-def test_a_table_for_pandas(place: Place) -> None:
-    pytest.importorskip("pandas")
-    result = place.tune()
-    table = result.to_pandas()
-    assert list(table["name"]) == [row["name"] for row in result.trials]
-    assert table["metrics.throughput"].max() == result.best_value
-
-
 def test_in_another_thread(place: Place) -> None:
     with ThreadPoolExecutor() as pool:
         assert pool.submit(place.tune).result().best is not None

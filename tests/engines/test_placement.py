@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,15 +12,12 @@ import pytest
 
 from dsat.engines.engine import LocalEngine
 from dsat.engines.machines import accelerators, machine
-from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import Machine
-from dsat.errors import EngineError, UserInputError
+from dsat.errors import EngineError
 from dsat.in_trial import loopback
-from dsat.prepare.hosts import check_kinds
 from testing.helpers import ran
 from testing.scripted_hosts import GPUS, ScriptedHosts, hosts_of, scripted_engine, trial_of
 
-A100, T4 = ("A100", 80 * 2**30), ("T4", 15 * 2**30)
 OFFLOAD = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
 Make = Callable[..., LocalEngine]
 
@@ -43,24 +38,6 @@ def engine_of(hosts: ScriptedHosts, tmp_path: Path) -> Make:
 
 
 # -- which devices a machine offers
-
-
-@pytest.mark.parametrize(
-    ("kinds", "choice"),
-    [
-        ([A100, T4, A100], "CUDA_VISIBLE_DEVICES=0,2"),
-        ([A100, ("A100", 40 * 2**30)], "CUDA_VISIBLE_DEVICES=0"),
-        ([A100, ("A100", 79 * 2**30)], ""),  # firmware keeps a part
-        ([], ""),  # processor cores have no names
-    ],
-)
-def test_devices_of_several_kinds_are_refused(kinds: list[tuple[str, int]], choice: str) -> None:
-    names, sizes = zip(*kinds, strict=True) if kinds else ((), ())
-    found = replace(GPUS, device_names=names, device_memory_bytes=sizes)
-    with contextlib.ExitStack() as raised:
-        if choice:
-            raised.enter_context(pytest.raises(UserInputError, match=f"several kinds.*{choice}"))
-        check_kinds(Host(found))
 
 
 @pytest.mark.slow

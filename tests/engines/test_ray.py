@@ -40,17 +40,16 @@ from testing.command import (
 )
 from testing.local import (
     PATIENCE_S,
+    SMALL_BUCKETS,
+    assert_nothing_is_left,
     bench_of,
-    buffers_of,
     is_alive,
-    processes_of,
     read_json,
     wait_until,
 )
 from testing.ray_cluster import RayCluster
 
 ENDS_WITHIN_S = 240.0
-SMALL_BUCKETS = {"stage": 2, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
 # -- what is taken
 
 
@@ -271,15 +270,10 @@ def reserved(cluster: RayCluster, nodes: int) -> Iterator[Sequence[Host]]:
 
 def search_of(run_dir: Path, cluster: RayCluster, *options: object, slots: int = 2) -> list[str]:
     """A search with trials over so many nodes."""
-    own = inline(train_micro_batch_size_per_gpu=2, zero_optimization=SMALL_BUCKETS)
+    own = inline(train_micro_batch_size_per_gpu=2, zero_optimization={**SMALL_BUCKETS, "stage": 2})
     config = experiment_of(run_dir.parent, "tiny", hyperparameters=own)
     on_ray = ("--engine", "ray", "--ray-address", cluster.address, "--slots", slots)
     return command_of("random", "tiny", run_dir, *on_ray, *FAST, *options, config=config)
-
-
-def assert_nothing_is_left(run_dir: Path) -> None:
-    wait_until(lambda: not processes_of(run_dir), "the end of all processes", 20)
-    wait_until(lambda: not buffers_of(run_dir), "the removal of their buffers", 20)
 
 
 def wait_for_end_of(pids: Sequence[int]) -> None:

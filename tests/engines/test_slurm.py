@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,14 +17,13 @@ import pytest
 
 from dsat.engines.machines.hosts import Host
 from dsat.engines.places import local as this_machine
-from dsat.engines.places import slurm
 from dsat.engines.places.slurm import Allocation
 from dsat.errors import EngineError, UserInputError
 from dsat.prepare.hosts import acquire_hosts, check_equal, check_slots, describe
 from dsat.values.outcome import OutcomeKind
 from testing import slurm as cluster
 from testing.command import FAST, command_of, events_of, experiment_of, inline, run_of
-from testing.local import buffers_of, cpu_machine, processes_of, wait_until
+from testing.local import SMALL_BUCKETS, assert_nothing_is_left, cpu_machine, wait_until
 from testing.slurm import Slurm
 
 JOB = {
@@ -43,7 +42,6 @@ from dsat.engines import supervisors
 supervisors.PING_EVERY_S, supervisors.SILENT_AFTER_S = 1.0, 8.0
 sys.exit(main(sys.argv[1:]))
 """
-SMALL_BUCKETS = {"stage": 2, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
 
 
 def test_an_allocation_is_known_by_its_variables() -> None:
@@ -55,13 +53,6 @@ def test_an_allocation_is_known_by_its_variables() -> None:
         Allocation.of({**JOB, "SLURM_STEP_NUM_TASKS": "2"})
     with pytest.raises(EngineError, match="job 7 is a heterogeneous one of 3 components"):
         Allocation.of({**JOB, "SLURM_HET_SIZE": "3"})
-
-
-@pytest.mark.parametrize(
-    ("cpus", "by_node"), [("32(x2),16", [32, 32, 16]), ("8", [8]), ("4,2(x3)", [4, 2, 2, 2])]
-)
-def test_processors_of_nodes(cpus: str, by_node: list[int]) -> None:
-    assert slurm._expanded(cpus) == by_node
 
 
 def test_slurm_is_asked_for_only_where_there_is_an_allocation(
@@ -110,8 +101,52 @@ def test_a_trial_has_slots_of_one_host_or_whole_hosts() -> None:
             check_slots(several, slots, where="--slots")
 
 
-def test_a_step_takes_nothing_of_the_jobs_options_for_its_own() -> None:
-    prefix = Allocation("7", "n[1-2]", 2, "16(x2)", "")._prefix("n1", 16, {})
+def test_a_missing_command_of_slurms_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
+    with pytest.raises(EngineError, match="there is no scontrol here"):
+        allocation_of("16(x2)").find_nodes()
+
+
+SCONTROL = """#!/bin/sh
+case "$*" in
+    *hostnames*) echo {names};;
+    *job*) {answer};;
+esac
+"""
+OVER = "JobId=7 JobName=sh JobState=RUNNING Nodes=n1 CPU_IDs=0 Mem=0 GRES="
+Scontrol = Callable[..., None]
+
+
+def allocation_of(cpus: str) -> Allocation:
+    return Allocation("7", "n[1-2]", 2, cpus, "")
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scontrol:
+    """Puts a stand-in first on the path, that names nodes and answers what is asked of the job."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def install(answer: str = f"echo '{OVER}'", names: str = "n1 n2") -> None:
+        (tmp_path / "scontrol").write_text(SCONTROL.format(answer=answer, names=names))
+        (tmp_path / "scontrol").chmod(0o700)
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("cpus", "by_node"), [("32(x2),16", [32, 32, 16]), ("8", [8]), ("4,2(x3)", [4, 2, 2, 2])]
+)
+def test_a_step_has_all_processors_of_its_node(
+    scontrol: Scontrol, cpus: str, by_node: list[int]
+) -> None:
+    scontrol(names=" ".join(f"n{index}" for index, _ in enumerate(by_node)))
+    for node, count in zip(allocation_of(cpus).find_nodes(), by_node, strict=True):
+        assert f"--cpus-per-task={count}" in node.prefix
+
+
+def test_a_step_takes_nothing_of_the_jobs_options_for_its_own(scontrol: Scontrol) -> None:
+    scontrol()
+    prefix = allocation_of("16(x2)").find_nodes()[0].prefix
     before = prefix[: prefix.index("srun")]
     job = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_NODE", "SLURM_LABELIO")
     env = {"PATH": os.environ["PATH"], **dict.fromkeys(job, "1"), "SLURM_JOB_ID": "7"}
@@ -119,29 +154,10 @@ def test_a_step_takes_nothing_of_the_jobs_options_for_its_own() -> None:
     assert {line.partition("=")[0] for line in left.stdout.splitlines()} == {"PATH", "SLURM_JOB_ID"}
 
 
-def test_a_missing_command_of_slurms_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
-    with pytest.raises(EngineError, match="there is no scontrol here"):
-        Allocation("7", "n[1-2]", 2, "16(x2)", "").find_nodes()
-
-
-SCONTROL = """#!/bin/sh
-case "$*" in
-    *hostnames*) echo n1; echo n2;;
-    *job*) {answer};;
-esac
-"""
-OVER = "JobId=7 JobName=sh JobState=RUNNING Nodes=n1 CPU_IDs=0 Mem=0 GRES="
-
-
-def test_numbers_of_nodes_that_disagree_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "scontrol").write_text(SCONTROL.format(answer=f"echo '{OVER}'"))
-    (tmp_path / "scontrol").chmod(0o700)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+def test_numbers_of_nodes_that_disagree_are_told(scontrol: Scontrol) -> None:
+    scontrol()
     with pytest.raises(EngineError, match=r"names 2 nodes \(n\[1-2\]\) and processors of 3"):
-        Allocation("7", "n[1-2]", 2, "16(x3)", "").find_nodes()
+        allocation_of("16(x3)").find_nodes()
 
 
 @pytest.mark.parametrize(
@@ -152,18 +168,13 @@ def test_numbers_of_nodes_that_disagree_are_told(
         (f"echo '{OVER}'; echo '{OVER.replace('Id=7', 'Id=8').replace('RUNNING', 'FAILED')}'", ""),
     ],
 )
-def test_an_allocation_that_is_over_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, told: str
-) -> None:
-    (tmp_path / "scontrol").write_text(SCONTROL.format(answer=answer))
-    (tmp_path / "scontrol").chmod(0o700)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    allocation = Allocation("7", "n[1-2]", 2, "16(x2)", "")
+def test_an_allocation_that_is_over_is_told(scontrol: Scontrol, answer: str, told: str) -> None:
+    scontrol(answer)
     if not told:
-        assert [node.name for node in allocation.find_nodes()] == ["n1", "n2"]
+        assert [node.name for node in allocation_of("16(x2)").find_nodes()] == ["n1", "n2"]
         return
     with pytest.raises(EngineError, match=rf"{re.escape(told)}.* unset SLURM_JOB_ID or use --eng"):
-        allocation.find_nodes()
+        allocation_of("16(x2)").find_nodes()
 
 
 # -- real daemons
@@ -179,18 +190,13 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 def words_of(run_dir: Path, *options: object) -> list[str]:
-    own = inline(train_micro_batch_size_per_gpu=2, zero_optimization=SMALL_BUCKETS)
+    own = inline(train_micro_batch_size_per_gpu=2, zero_optimization={**SMALL_BUCKETS, "stage": 2})
     config = experiment_of(run_dir.parent, "tiny", hyperparameters=own)
     return command_of("random", "tiny", run_dir, "--slots", 2, *FAST, *options, config=config)
 
 
 def job_of(run_dir: Path, *options: object) -> str:
     return shlex.join(words_of(run_dir, *options))
-
-
-def assert_nothing_is_left(run_dir: Path) -> None:
-    wait_until(lambda: not processes_of(run_dir), "the end of all processes", 10)
-    assert buffers_of(run_dir) == []
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 from testing.local import (
     PATIENCE_S,
+    SMALL_BUCKETS,
     Bench,
     bench_of,
     buffers_of,
@@ -25,7 +26,7 @@ from testing.local import (
     read_json,
     wait_until,
 )
-from testing.ranks_contract import AT_ONCE_S, SMALL_BUCKETS, assert_nothing_is_left, facts_of
+from testing.ranks_contract import AT_ONCE_S, assert_nothing_is_left, facts_of
 from testing.scripts import scripts_in
 
 pytestmark = pytest.mark.slow

@@ -12,13 +12,12 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from testing.browser import barriers_of, chromium, errors_of, requests_of
+from testing.made_up_runs import HOSTILE
 from testing.scenarios import User
 from testing.started import Told
 from testing.world import Failure, World
 
 pytestmark = pytest.mark.nightly
-
-HOSTILE = "</script><script>document.body.dataset.hacked='yes'</script><img src=x onerror=alert(1)>"
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import WebDriverWait
 
 from testing.browser import barriers_of, chromium, errors_of, requests_of
+from testing.local import wait_until
 from testing.made_up_runs import HOSTILE, serving
 from testing.scenarios import User
 from testing.world import Failure, World
@@ -23,13 +23,6 @@ pytestmark = pytest.mark.nightly
 def browser() -> Iterator[Any]:
     with chromium() as driver:
         yield driver
-
-
-def wait_for(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come so far"
-        time.sleep(0.1)
 
 
 def drawn(browser: Any) -> None:
@@ -53,18 +46,18 @@ def test_a_search_is_watched(browser: Any, tmp_path: Path) -> None:
     user.has()
     started = user.starts(*user.words("--max-trials", 12, "--finals", 0, method="random"))
     folder = tmp_path / "run"
-    wait_for(lambda: (folder / "trials").exists())
+    wait_until(lambda: (folder / "trials").exists(), "a trial")
     with serving(folder) as url:
         browser.get(url)
         drawn(browser)
         before = number_of_rows(browser)
         browser.execute_script("document.getElementById('filter').value = 'gas1'")
-        wait_for(lambda: number_of_rows(browser) > before)  # without a reload
+        wait_until(lambda: number_of_rows(browser) > before, "a row without a reload")
         typed = browser.execute_script("return document.getElementById('filter').value")
         assert typed == "gas1", "it is kept"
         told = started.wait()
         assert told.status == 0
-        wait_for(lambda: "finished" in text_of(browser, "#status"))
+        wait_until(lambda: "finished" in text_of(browser, "#status"), "the end")
         drawn(browser)
         assert number_of_rows(browser) == len(told.trials)
         web = [x for x in requests_of(browser) if not x.startswith(("data:", "blob:"))]

@@ -21,6 +21,7 @@ from testing.local import cpu_machine
 
 pytestmark = pytest.mark.usefixtures("unchecked_configurations")
 
+A100, T4 = ("A100", 80 * 2**30), ("T4", 15 * 2**30)
 SCRIPT = ("train.py", "--deepspeed_config", "ds_config.json")
 
 
@@ -35,15 +36,6 @@ def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def two_nodes(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
     """A job of two nodes with two slots each."""
     yield [Host(cpu_machine(2), name, address=name) for name in ("n1", "n2")]
-
-
-@contextlib.contextmanager
-def unequal_devices(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
-    """A machine with two devices of different kinds."""
-    sizes = (80 * 2**30, 15 * 2**30)
-    variables = ("CUDA_VISIBLE_DEVICES",)
-    machine = Machine("cuda", "A100, T4", ("0", "1"), variables, 15 * 2**30, sizes)
-    yield [Host(replace(machine, device_names=("A100", "T4")))]
 
 
 @contextlib.contextmanager
@@ -102,11 +94,28 @@ def test_ranks_that_are_asked_for_may_share_a_quota_of_processor_time(
         plan_of("torchrun --nproc_per_node 5", "local")
 
 
-def test_devices_of_several_kinds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(PROVIDERS, "local", PROVIDERS["local"]._replace(acquire=unequal_devices))
-    wanted = Settings(method="random", command=SCRIPT, engine="local", dry_run=True)
-    with (
-        pytest.raises(UserInputError, match=r"several kinds .*CUDA_VISIBLE_DEVICES=0"),
-        prepare.prepare_run(wanted),
-    ):
-        pass
+@pytest.mark.parametrize(
+    ("kinds", "choice"),
+    [
+        ([A100, T4, A100], "0,2"),
+        ([A100, ("A100", 40 * 2**30)], "0"),
+        ([A100, ("A100", 79 * 2**30)], ""),  # firmware keeps a part
+    ],
+)
+def test_devices_of_several_kinds_are_refused(
+    kinds: list[tuple[str, int]], choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
+        names, sizes = zip(*kinds, strict=True)
+        devices, variables = tuple("012"[: len(kinds)]), ("CUDA_VISIBLE_DEVICES",)
+        machine = Machine("cuda", "A100", devices, variables, min(sizes), sizes)
+        yield [Host(replace(machine, device_names=names))]
+
+    monkeypatch.setitem(PROVIDERS, "local", PROVIDERS["local"]._replace(acquire=acquire))
+    if not choice:
+        assert plan_of("", "local")[1] == len(kinds)
+        return
+    match = rf"several kinds .*CUDA_VISIBLE_DEVICES={choice}\b"
+    with pytest.raises(UserInputError, match=match):
+        plan_of("", "local")

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from dsat.values.files import cache_folder, home, write_atomically, written_atomically
-from testing.scenarios import User
 
 
 def test_a_file_is_replaced_whole_and_leaves_nothing_else(tmp_path: Path) -> None:
@@ -59,15 +58,6 @@ def test_a_reader_sees_the_old_text_until_the_new_one_is_on_the_disk(
     assert seen == [("old", "new")]
     assert synced == [path.stat().st_ino, tmp_path.stat().st_ino]
     assert path.read_text() == "new"
-
-
-def test_what_a_run_leaves_is_for_its_owner_alone(tmp_path: Path) -> None:
-    user = User(tmp_path)
-    user.has()
-    assert user.tunes("--max-trials", 3, method="random").status == 0
-    left = [path for path in (tmp_path / "run").iterdir() if path.name != "trials"]
-    assert {"journal.jsonl", "best_ds_config.json"} <= {path.name for path in left}
-    assert [path.name for path in left if path.stat().st_mode & 0o077] == []
 
 
 def test_a_user_without_a_home_has_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
