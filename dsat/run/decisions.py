@@ -97,10 +97,8 @@ class Decisions:
 
     def _decide(self) -> Step:
         run = self.run
-        if run.finals is not None:
-            if run.finals.over:
-                return Stop(str(run.search_ended))
-            return self._finals.next_trial() or Wait()
+        if run.finals is not None and not run.is_reopened:
+            return self._continue_finals(run.finals, str(run.search_ended))
         if self.failure is not None:
             return Stop(self.failure)
         search = self._search
@@ -111,11 +109,16 @@ class Decisions:
             step = Stop()
         if not isinstance(step, Stop) or run.running:
             return step
+        if run.finals is not None:
+            return self._continue_finals(run.finals, step.reason)
         event = self._finals.begin(step.reason, search.predicted)
         if event is None:
             return step
         converged = not self._is_budget_used or isinstance(search.propose(), Stop)
         return BeginFinals({**event, "converged": converged})
+
+    def _continue_finals(self, begun: finals.Finals, reason: str) -> Trial | Wait | Stop:
+        return Stop(reason) if begun.over else self._finals.next_trial() or Wait()
 
     def _continue_search(self, search: SearchPhase) -> Trial | Wait | Stop:
         if self._is_budget_used:
@@ -156,7 +159,9 @@ class Decisions:
     @property
     def _reserved(self) -> int:
         most = self.run.most_trials - count_finals(self.run)
-        return finals.reserved(most, self.plan.finals)
+        reserved = finals.reserved(most, self.plan.finals)
+        # A trial that the search goes on with is worth it if a pair can follow.
+        return min(reserved, finals.PAIR) if self.run.is_reopened else reserved
 
     @property
     def _search(self) -> SearchPhase | None:

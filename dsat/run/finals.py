@@ -29,7 +29,7 @@ _UNCLEAR = 7  # always allowed: three pairs, and a run with the user's global ba
 SHARE, MOST_COST = 0.25, 0.30
 # Trials of a run: shorter ones than the first have one pair, shorter ones than the second none.
 SHORT_RUN, LEAST_RUN = 12, 4
-_PAIR = 2
+PAIR = 2
 
 # Numbers of pairs at which they are judged, besides the end of the budget. One pair is enough for a
 # gain or loss that is clearly large: beyond what the machine is assumed to vary.
@@ -47,7 +47,7 @@ def reserved(max_trials: int, asked: int | None = None) -> int:
     if asked is not None:
         return min(asked, max(0, max_trials - 3))  # their own, perhaps a profile, one to compare
     if max_trials < SHORT_RUN:
-        return _PAIR if max_trials >= LEAST_RUN else 0
+        return PAIR if max_trials >= LEAST_RUN else 0
     return min(MOST_TRIALS, max(LEAST_TRIALS, int(SHARE * max_trials)))
 
 
@@ -61,7 +61,7 @@ def budget(max_trials: int, searched: int, asked: int | None = None, *, cost: fl
     if asked is None and most:
         most = min(MOST_TRIALS, max(_UNCLEAR, int(MOST_COST / cost)))
     room = min(most, left)
-    return room if room >= _PAIR else 0
+    return room if room >= PAIR else 0
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,7 @@ class Finals:
             self._queue = [turn, *self._queue] if again else []
         else:
             self._drop_pick()
-            if self._trials - self.used < _PAIR:
+            if self._trials - self.used < PAIR:
                 self.pick = self._surely_better()
 
     def _surely_better(self) -> Contestant | None:
@@ -315,7 +315,7 @@ class Finals:
 
     def _choose(self) -> None:
         """Compare the next candidate, if one and a pair of trials are left."""
-        if self._candidates and self._trials - self.used >= _PAIR:
+        if self._candidates and self._trials - self.used >= PAIR:
             self.pick = self._candidates.pop(0)
             self._same_batch_due = self.pick.trial_id in self.with_same_batch
             self._next_pair()
@@ -332,12 +332,12 @@ class Finals:
         return comparison.is_clear(self._least)
 
     def _next_pair(self) -> None:
-        if self._trials - self.used < _PAIR:
+        if self._trials - self.used < PAIR:
             return
         assert self.pick is not None
         own, leader = Turn(Role.OWN), Turn(Role.LEADER, self.pick.trial_id)
         self._queue = [leader, own] if len(self.pairs) % 2 else [own, leader]
         is_due = self._same_batch_due and len(self.pairs) == 1
-        if is_due and self._trials - self.used > _PAIR:
+        if is_due and self._trials - self.used > PAIR:
             self._queue.append(Turn(Role.SAME_BATCH))  # beside a run of their own
             self._same_batch_due = False

@@ -40,6 +40,8 @@ class Run:
         same_batch_final: final at the user's global batch, if the leader has another.
         search_ended: why the search ended; None before the finals began.
         converged: whether it ended for another reason than the number of trials.
+        is_reopened: whether the search may go on after its finals, since it got more trials. They
+            count until it begins one.
         stop_reason: why the run ended; None while it runs or if it was interrupted.
         paused: whether it was interrupted and did not continue.
         neighbours: by trial id, the largest number of trials at the same time.
@@ -63,6 +65,7 @@ class Run:
         self.finals: Finals | None = None
         self.search_ended: str | None = None
         self.converged = False
+        self.is_reopened = False
         self._earlier_variation: Variation | None = None
         self.disqualified: dict[int, str] = {}
         self.same_batch_final: Trial | None = None
@@ -105,6 +108,9 @@ class Run:
             self.neighbours[trial.id] = event["neighbours"]
             self._finish(trial.id, event["outcome"])
         elif kind == events.EVENT_PROPOSED:
+            if self.is_reopened and trial.kind is not TrialKind.FINAL:
+                self._earlier_variation = self.variation
+                self.finals, self.is_reopened = None, False  # new ones follow
             running = self.running
             for each in running:
                 beside = max(len(running) - 1, self.neighbours.get(each.id, 0))
@@ -123,9 +129,7 @@ class Run:
             self._begin_finals(event)
         elif kind == events.EVENT_BUDGET:
             converged = event.get("converged", self.converged)
-            if event["max_trials"] > self.plan.max_trials and not converged:
-                self._earlier_variation = self.variation
-                self.finals = None  # the search goes on; new finals follow
+            self.is_reopened |= event["max_trials"] > self.plan.max_trials and not converged
             given = {name: event[name] for name in events.OF_A_BUDGET if name in event}
             self.plan = replace(self.plan, **given)
             self.stop_reason = None
@@ -162,7 +166,7 @@ class Run:
         self.converged = event.get("converged", not event["reason"].startswith("the budget of"))
         for trial_id in [i for i in self.repeated if self.trials[i].kind is TrialKind.FINAL]:
             del self.repeated[trial_id]
-        self.disqualified = {}
+        self.disqualified, self.is_reopened = {}, False
         candidates = (*event["leaders"], *event.get("reserves", ()))
         self.finals = Finals(
             self.contestant(self.baseline),

@@ -138,6 +138,21 @@ def test_more_trials_are_nothing_to_a_search_that_expects_nothing_of_them(user: 
     assert told.json["best"] == first.json["best"]
 
 
+@pytest.mark.parametrize("method", ["model", "random"])
+def test_finals_count_until_the_search_begins_another_trial(user: User, method: str) -> None:
+    """One more trial is not enough for another pair of finals, so nothing runs."""
+    options = ("--stop-when", 0) if method == "model" else ()
+    first = user.tunes("--max-trials", 5, *options, method=method)
+    again = user.tunes("--max-trials", 6, "--resume", *options, method=method)
+    assert again.trials == first.trials and again.json["finals"] == first.json["finals"]
+    assert again.json["verdict"][0] == first.json["verdict"][0]
+    assert again.json["finals"]["pairs"] == 1
+    more = user.tunes("--max-trials", 10, "--resume", *options, method=method)
+    kinds = [row["kind"] for row in more.trials[5:]]
+    assert kinds[0] == "search" and kinds[-1] == "final"
+    assert more.json["finals"]["pairs"] >= 1 and "unconfirmed" not in more.json["verdict"][0]
+
+
 # -- another plan
 
 
