@@ -22,11 +22,10 @@ from dsat.prepare.target import ModelSettings
 
 def _cards_of_kind(value: str) -> tuple[int, str]:
     """Return the number and the name of `64xH100`."""
-    number, *names = re.split("x", WORD.read(value), maxsplit=1, flags=re.IGNORECASE)
-    name = "".join(names).strip()
-    if not name:
+    found = re.fullmatch(r"\s*([\d.+-]+)\s*[xX]\s*(.+)", WORD.read(value))
+    if found is None:
         raise ValueError(f"invalid cards {value!r} (for example 64xH100)")
-    return NUMBER_OF_CARDS.read(number.strip()), name
+    return NUMBER_OF_CARDS.read(found[1]), found[2].strip()
 
 
 CARDS_OF_KIND = Kind(_cards_of_kind, metavar="NxCARD")

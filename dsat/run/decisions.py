@@ -149,11 +149,13 @@ class Decisions:
     def _is_budget_used(self) -> bool:
         """Return whether what is left of the trials is reserved for the finals.
 
-        There are no finals without measurements of the user's own configuration and of another.
+        There are none without a measurement of the user's own configuration, or if all of the
+        search's trials failed so far.
         """
-        run = self.run
-        measured = {trial.kind for trial in run.trials.values() if run.value(trial) is not None}
-        has_finals = measured >= {TrialKind.BASELINE, TrialKind.SEARCH}
+        run, trials = self.run, self.run.trials.values()
+        searched = [run.outcomes.get(each.id) for each in trials if each.kind is TrialKind.SEARCH]
+        all_failed = bool(searched) and not any(each is None or each.ok for each in searched)
+        has_finals = run.value(run.baseline) is not None and not all_failed
         return len(run.trials) >= run.most_trials - (self._reserved if has_finals else 0)
 
     @property

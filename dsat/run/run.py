@@ -12,7 +12,7 @@ from dsat.memory.predictor import Basis
 from dsat.run import events
 from dsat.run.batch_flag import BatchFlag
 from dsat.run.comparison import Gain, Variation, margin_of_single_runs
-from dsat.run.finals import Contestant, Finals, Role
+from dsat.run.finals import Contestant, Finals, Role, reserved
 from dsat.run.training_check import TrainingCheck
 from dsat.space.plan import Plan
 from dsat.values import hazards
@@ -148,7 +148,8 @@ class Run:
         if trial.kind in (TrialKind.PROFILE, TrialKind.REPEAT):
             return
         if trial.kind is TrialKind.FINAL:
-            if self.finals is not None:
+            # Another version may have run more pairs than this one's rules ask for.
+            if self.finals is not None and not self.finals.over:
                 self.finals.record(None if value is None else self._objective.log_value(value))
                 self._check_training(self.finals)
             return
@@ -316,15 +317,16 @@ class Run:
     def longest_s(self, kind: TrialKind) -> float | None:
         """Return the time limit of a trial's measurement in seconds; None for no limit.
 
-        A trial of the search has half of it if finals measure the best again.
+        A trial of the search has half of it if finals can measure the best again.
         """
         longest_s, own = self.plan.longest_s, self.baseline and self.outcomes.get(self.baseline.id)
         if longest_s is None:
             return None
         known = [own] if own and own.metrics else self.outcomes.values()
         usual_ms = min((each.metrics.latency for each in known if each.metrics), default=0.0)
-        again = kind is TrialKind.SEARCH and self.plan.finals != 0
-        return max(longest_s, TIMES_THE_OWN * usual_ms / 1000) / (2 if again else 1)
+        limit_s = max(longest_s, TIMES_THE_OWN * usual_ms / 1000)
+        has_finals = own and own.ok and reserved(self.plan.max_trials, self.plan.finals)
+        return limit_s / 2 if has_finals and kind is TrialKind.SEARCH else limit_s
 
     @property
     def profile(self) -> ModelProfile | None:

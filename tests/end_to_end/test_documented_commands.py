@@ -42,7 +42,7 @@ def assert_found(run_dir: Path, told: Told) -> Run:
 @pytest.mark.parametrize(
     "section",
     [
-        "Coming from `deepspeed --autotuning`",
+        "Coming from DeepSpeed's autotuner",
         # The kinds of script of these are searched elsewhere in each run of the tests.
         *(
             pytest.param(section, marks=pytest.mark.nightly)

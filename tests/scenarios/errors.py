@@ -256,6 +256,7 @@ _WORDS: list[tuple[str, str, str]] = [
     ("estimate --model ./no/such/model", "--model ./no/such/model", "file folder"),
     ("project --to 9999999999xH100 -- t.py", "", "--to 9999999999"),
     ("project --to H100 --model c", "", "--to H100 64xH100"),
+    ("project --to RTX-4090 --model c", "", "--to RTX-4090 64xH100"),
     ("project --to 8xK80 --model model.json", "", "K80 A100-40GB"),
     ("project --price 2 --model c", "--price", "--tokens"),
     ("project --tokens many --model c", "", "--tokens 'many' 300B"),

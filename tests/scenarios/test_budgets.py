@@ -104,11 +104,30 @@ def test_trials_of_finals_that_cannot_be_go_to_the_search(tmp_path: Path) -> Non
     assert [row["kind"] for row in told.trials] == ["baseline", *4 * ["search"]]
 
 
-@pytest.mark.parametrize(("finals", "limits"), [((), {10.0, 20.0}), (("--finals", 0), {20.0})])
+@pytest.mark.parametrize("method", ["model", "random"])
+def test_trials_side_by_side_leave_the_finals_theirs(tmp_path: Path, method: str) -> None:
+    """The first ones begin before any has ended."""
+    for trials in (8, 12, 17):
+        folder = tmp_path / f"{trials}"
+        told = tuned(folder, {}, "--max-trials", trials, method=method, world=World(at_once=16))[1]
+        searched = of_kind(told, "baseline", "profile", "search")
+        assert len(searched) <= trials - kept_for_finals(trials) and of_kind(told, "final")
+
+
+@pytest.mark.parametrize(
+    ("options", "micro_batch", "limits"),
+    [
+        (("--max-trials", 12), 1, {10.0, 20.0}),
+        (("--max-trials", 12, "--finals", 0), 1, {20.0}),
+        (("--max-trials", 3), 1, {20.0}),
+        (("--max-trials", 12), 64, {20.0}),  # which does not fit, so that there are no finals
+    ],
+)
 def test_a_trial_that_finals_measure_again_has_half_of_their_time(
-    user: User, finals: tuple[Any, ...], limits: set[float]
+    user: User, options: tuple[Any, ...], micro_batch: int, limits: set[float]
 ) -> None:
-    user.tunes("--max-trials", 12, *finals)
+    user.has({"train_micro_batch_size_per_gpu": micro_batch})
+    user.tunes(*options)
     events = map(json.loads, (user.folder / "run" / "journal.jsonl").read_text().splitlines())
     trials = [event["trial"] for event in events if event["event"] == "proposed"]
     assert {trial["longest_s"] for trial in trials if trial["longest_s"]} == limits

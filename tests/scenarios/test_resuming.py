@@ -153,6 +153,23 @@ def test_finals_count_until_the_search_begins_another_trial(user: User, method: 
     assert more.json["finals"]["pairs"] >= 1 and "unconfirmed" not in more.json["verdict"][0]
 
 
+def test_more_finals_than_the_rules_ask_for_are_left_aside(user: User) -> None:
+    """A version with other rules may have run them."""
+    told = user.tunes("--max-trials", 8)
+    *events, stopped = user.events()
+    assert stopped["event"] == "stopped" and told.trials[-1]["kind"] == "final"
+    for event in [e for e in events if e["event"] in ("proposed", "finished")][-4:]:
+        if event["event"] == "proposed":
+            name, number = event["trial"]["name"], event["trial"]["id"] + 2
+            events.append({**event, "trial": {**event["trial"], "name": name + "x", "id": number}})
+        else:
+            events.append({**event, "trial_id": event["trial_id"] + 2})
+    lines = [json.dumps(event) + "\n" for event in (*events, stopped)]
+    (user.folder / "run" / "journal.jsonl").write_text("".join(lines))
+    again = user.types("show", "run", "--json")
+    assert again.status == 0 and again.json["gain"] == told.json["gain"]
+
+
 # -- another plan
 
 
