@@ -173,9 +173,9 @@ class LocalEngine:
 
     def close(self) -> None:
         if not self._closed:
+            self._supervisors.close()  # a Ctrl-C meanwhile leaves this to be done again
             if self._own is not None:
                 self._own.close()
-            self._supervisors.close()  # a Ctrl-C meanwhile leaves this to be done again
             self._running.clear()
             self._closed = True
 
