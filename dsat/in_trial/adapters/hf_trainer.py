@@ -8,6 +8,7 @@ the script imports them. Read for it: transformers 4.46 to 5.23, accelerate 1.15
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -58,7 +59,7 @@ class TrainerSettings:
         """
         assert self.trial is not None
         its = {k: v for k, v in self.trial.overrides.items() if k not in ds_config.BATCH_KEYS}
-        own = config_injection.read_config(given) or {}
+        own = _read_config(given)
         return not config_injection.agrees(own, its, but_for=ds_config.AUTO)
 
 
@@ -70,7 +71,7 @@ def prepare(trial: RunningTrial, args: Any) -> None:
     if not (args.deepspeed or accelerate_env.uses_deepspeed(os.environ)):
         return
     own_config = args.deepspeed or os.environ.get(accelerate_env.CONFIG_FILE)
-    config = config_injection.read_config(settings.config_path or own_config) or {}
+    config = _read_config(settings.config_path or own_config)
     settings.switches.set_arguments(args, config)
     if settings.config_path is None or settings.trial is None:
         args.max_steps = _scheduled_steps(config) or args.max_steps
@@ -91,6 +92,16 @@ def prepare(trial: RunningTrial, args: Any) -> None:
         args.max_steps = _scheduled_steps(config) or settings.max_steps
     if _share_sequences(args, batch.parallelism.sequence):
         trial.warn(OTHER_PARALLELISM)
+
+
+def _read_config(given: Any) -> dict[str, Any]:
+    """Read a configuration as transformers does, which allows a key twice; empty if unreadable."""
+    if isinstance(given, Mapping):
+        return dict(given)
+    try:
+        return dict(json.loads(Path(given).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def _keep_short(args: Any, max_steps: int) -> None:
@@ -137,7 +148,7 @@ def check_plugin(call: Call) -> Any:
         return call.proceed()
     given = plugin.hf_ds_config
     if given is None or isinstance(given, (str, dict)):  # else the Trainer's own, prepared
-        config = config_injection.read_config(settings.config_path) or {}
+        config = _read_config(settings.config_path)
         if given is not None and settings.differs_from(given):
             call.trial.warn(OTHER_CONFIG)
         zero = config.setdefault("zero_optimization", {"stage": 0})
