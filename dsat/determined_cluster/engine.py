@@ -1,7 +1,7 @@
 """Trials on the cluster: the operations that run them, and what the master's events say of them.
 
-It has no connection of its own: the caller passes in the events and posts the operations. It asks
-the master only for a trial's log.
+The caller passes the master's events in, and posts the operations. This module asks the master only
+for the log of a trial.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ class Decisions:
             return Stop(f"the budget of {self.run.plan.max_trials} trials is used")
         if _is_hopeless(self.run):
             return Stop("every trial failed, and none ran out of memory")
-        if self.run.repeat is not None and self.run.repeat in self.run.running:
+        if self.run.repeat is not None and self.run.repeat.id not in self.run.outcomes:
             return Wait()  # it is compared with the first, which ran alone too
         step = search.propose()
         own = self._due_repeat
@@ -162,7 +162,7 @@ class Decisions:
     def _reserved(self) -> int:
         most = self.run.most_trials - count_finals(self.run)
         reserved = finals.reserved(most, self.plan.finals)
-        # A trial that the search goes on with is worth it if a pair can follow.
+        # Continue the search only if a pair of finals can follow.
         return min(reserved, finals.PAIR) if self.run.is_reopened else reserved
 
     @property

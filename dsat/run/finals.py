@@ -19,8 +19,7 @@ import statistics
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from dsat.run.comparison import REPORTED, Comparison, Gain, margin_of_single_runs
-from dsat.values import student
+from dsat.run.comparison import Comparison, Gain, margin_of_single_runs
 
 # Seven pairs detect a gain of 3 % nearly always at 1 % of run-to-run noise, and in half of the
 # runs at 2 %. Beyond the least, finals take at most 30 % of the search's time.
@@ -32,7 +31,8 @@ SHORT_RUN, LEAST_RUN = 12, 4
 PAIR = 2
 
 # Numbers of pairs at which they are judged, besides the end of the budget. One pair is enough for a
-# gain or loss that is clearly large: beyond what the machine is assumed to vary.
+# clear gain or loss of 1.3x. With 1.5x, gains of 1.4x to 1.5x on a noisy machine took two or three
+# pairs (`benchmarks/native.py`). At 5 % of variation, 1.4x is reported 2 to 3 points too high.
 FIRST_LOOK, _LARGE = 1, math.log(1.3)
 _LOOKS = (FIRST_LOOK, 2, 3, 5, 8, 13, 21, 34, 55)
 _LEAST_ERROR = 0.003  # no run resolves a smaller difference
@@ -250,8 +250,7 @@ class Finals:
         if self._same_batch is None or comparison is None:
             return None
         # Of one pair there is no spread: that of the others counts.
-        one_pair = comparison.standard_error * math.sqrt(len(self.pairs))
-        margin = student.half_width(REPORTED, comparison.freedom) * one_pair
+        margin = comparison.margin * math.sqrt(len(self.pairs))
         return Gain.of_log(self._same_batch, margin)
 
     def record(self, log_value: float | None) -> None:

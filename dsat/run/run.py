@@ -317,7 +317,8 @@ class Run:
     def longest_s(self, kind: TrialKind) -> float | None:
         """Return the time limit of a trial's measurement in seconds; None for no limit.
 
-        A trial of the search has half of it if finals can measure the best again.
+        A trial of the search has half of it if finals can measure the best again. That saves a
+        third of a search whose steps are long and noisy (`benchmarks/native.py`).
         """
         longest_s, own = self.plan.longest_s, self.baseline and self.outcomes.get(self.baseline.id)
         if longest_s is None:

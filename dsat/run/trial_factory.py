@@ -83,7 +83,7 @@ class TrialFactory:
     def is_like(
         self, trial: Trial, overrides: Mapping[str, Any], script_args: Mapping[str, Any]
     ) -> bool:
-        """Return whether DeepSpeed treats a configuration like that of a trial."""
+        """Return whether a trial ran a configuration that is equal for DeepSpeed."""
         its = self.fingerprint(trial.overrides, trial.script_args)
         return its == self.fingerprint(overrides, script_args)
 

@@ -311,7 +311,7 @@ class Arms:
         return None
 
     def begin(self, arm: Arm, number: int | None = None) -> None:
-        """Begin an arm; `number` is that of an earlier decision."""
+        """Begin an arm; `number` is the one in its trials' records, None for a new one."""
         if arm.number is None:
             arm.number = max(self.begun, default=-1) + 1 if number is None else number
             self.begun[arm.number] = arm
