@@ -127,7 +127,7 @@ class Meter:
             if self._measurement is not None and self._failed is None:
                 self._measurement.finish()
         except DsatError as error:
-            return failures.outcome(error)
+            self._failed = failures.outcome(error)
         except RuntimeError as error:  # the script has already ended its process group
             print(f"dsat: nothing more can be measured: {error}", file=sys.stderr)
         return self.outcome or failures.outcome(self.shortfall)

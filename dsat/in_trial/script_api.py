@@ -172,6 +172,8 @@ def dsat_reporting_context(
         if task is not None:
             task.report_failure(error)
         raise
+    if task is not None:
+        task.finish()
 
 
 def _attach(hparams: Mapping[str, Any] | None) -> Task | None:
