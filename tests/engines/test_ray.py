@@ -206,20 +206,30 @@ def test_a_command_ends_with_its_input_or_by_a_signal() -> None:
     sleeps.terminate()
 
 
-def test_a_lost_node_ends_its_commands_for_us(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConnectionError("the actor died\nunexpectedly"), b"ConnectionError: the actor died\n"),
+        (ConnectionError(), b"ConnectionError\n"),
+        (SystemExit(0), b"SystemExit: 0\n"),  # raised by Ray where it has shut down
+    ],
+)
+def test_a_lost_node_ends_its_commands_for_us(
+    error: BaseException, said: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     actor = NodeActor(64)
     sleeps = Command(actor, "/bin/sh", "-c", "echo there; exec sleep 600")
     assert sleeps.stdout.readline() == b"there\n"
 
     def lost(number: int) -> None:
-        raise ConnectionError("the actor died\nunexpectedly")
+        raise error
 
     for method in ("read", "wait"):
         monkeypatch.setattr(actor, method, lost)
     os.write(actor._commands[0][0].stdin.fileno(), b"")  # type: ignore[union-attr]
     sleeps.terminate()  # the read that waits returns
     status, _, err = sleeps.finished()
-    assert (status, err) == (255, b"the actor died\n")
+    assert (status, err) == (255, said)
     process, errors = actor._commands[0]
     with process, errors:
         pass
@@ -432,3 +442,4 @@ def test_nodes_that_are_asked_for_are_waited_for_and_tell_their_devices(
             process = spawn(each.reach, show, env, sys.stderr.buffer)
             assert process.stdout is not None
             assert process.stdout.read() in (b"0\n", b"1\n")
+            assert process.wait(PATIENCE_S) == 0

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -91,8 +92,9 @@ class RemoteProcess:
                 while data := self._call("read", self._number):
                     pipe.write(data)
             status, text = self._call("wait", self._number)
-        except Exception as error:
-            status, text = _LOST, f"{str(error).splitlines()[0]}\n".encode()
+        except (Exception, SystemExit) as error:  # which Ray raises once it has shut down
+            line = traceback.format_exception_only(error)[0].splitlines()[0]
+            status, text = _LOST, f"{line}\n".encode()
         os.write(self._errors, text)
         os.close(self._errors)
         self.returncode = status
