@@ -209,7 +209,9 @@ def _stage_3(s: Setup) -> _Parts:
     total, trained, size = s.facts.num_params, s.facts.trainable_params, s.model_bytes
     bucket, largest = s.bucket * size, s.facts.largest_param
     own, reduced = size * total / s.slots, size * min(trained, s.bucket)
-    live = size * min(total, s.live) if s.slots > 1 or s.offload_param else 0
+    gathers = s.slots > 1 or s.offload_param
+    # A parameter is gathered whole, whatever the limit.
+    live = size * min(total, max(s.live, largest)) if gathers else 0
     gather = size * min(total, s.prefetch) * (1 + 1 / s.slots) if s.slots > 1 else 0
     if s.offload_optimizer:
         # The host takes the rank's part of each bucket, after the norm of each gradient in fp64.
