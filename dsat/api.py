@@ -1,4 +1,4 @@
-"""The Python API: the command line for programs and notebooks.
+"""The Python API: the commands as functions, for programs and notebooks.
 
 It takes the same words as the command line and has the same defaults. Nothing is printed, no signal
 handler is installed, nothing exits: messages go to the logger `dsat`, errors are `DsatError`s.

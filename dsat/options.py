@@ -240,7 +240,7 @@ def amount(value: str | float) -> float:
     """Return the number of `1T`, `300B`, `40M` or a plain number."""
     found = _measure(value, _AMOUNTS)
     if not 0 < found < _LARGEST_AMOUNT:
-        raise ValueError(f"invalid amount {value!r} (for example 300B or 1T)")
+        raise ValueError(f"invalid amount {value!r}: write, for example, 300B or 1T")
     return found
 
 
@@ -248,7 +248,7 @@ def duration_s(value: str | float) -> float:
     """Return the seconds of `90`, `90s`, `10m` or `1h`."""
     duration = _measure(value, _TIME_UNITS)
     if not 0 < duration <= _LONGEST_S:
-        raise ValueError(f"invalid duration {value!r} (for example 90s, 10m or 1h)")
+        raise ValueError(f"invalid duration {value!r}: write, for example, 90s, 10m or 1h")
     return duration
 
 

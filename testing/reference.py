@@ -101,7 +101,7 @@ def _phases(adapter: Adapter) -> str:
     if adapter.phases == ALWAYS:
         return "trials, full-length runs"
     assert adapter.phases in (IN_TRIALS, IN_LOCAL_TRIALS)
-    return "trials"
+    return "trials" if adapter.phases == IN_TRIALS else "local trials"
 
 
 def python_examples() -> list[str]:

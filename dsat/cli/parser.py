@@ -154,7 +154,9 @@ def _settings(
 def _check_target(name: str, values: Mapping[str, Any], target: Mapping[str, Any]) -> None:
     """Raise UserInputError if the target is missing, or its options belong to another kind."""
     if "command" in target and values.get("include"):
-        raise UserInputError("is for an experiment configuration", where="--add-files")
+        raise UserInputError(
+            "works only with an experiment configuration. Remove it", where="--add-files"
+        )
     if "config" in target and values.get("ds_config") is not None:
         raise UserInputError(
             "is for a command; in an experiment configuration it is "

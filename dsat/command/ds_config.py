@@ -138,10 +138,10 @@ _SIZES = """
 
 
 def check_sections(config: Mapping[str, Any], *, where: str) -> None:
-    """Check the form of what dsat reads; DeepSpeed's own models check the rest.
+    """Check the form of what dsat reads; `in_trial.config_check` checks the rest.
 
-    Raises UserInputError for a section that is no mapping, a size that is no integer, or an unknown
-    stage.
+    Raises UserInputError for a section that is not a mapping, a size that is not a whole number of
+    at least 0, or an unknown stage.
     """
     for path in _SECTIONS:
         value = at(config, path)

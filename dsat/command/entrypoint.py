@@ -313,7 +313,11 @@ def _python(words: list[str]) -> Entrypoint:
 
 
 def _determined(launcher: str, words: list[str]) -> Entrypoint:
-    """`[TORCH OPTIONS] [--] (--trial MODULE:CLASS) | (SCRIPT...)` (determined/launch, 0.37)."""
+    """Parse what follows a launcher of Determined (determined/launch, 0.37).
+
+    That is `[[TORCH OPTIONS] --] (--trial MODULE:CLASS | SCRIPT...)`. Only `torch_distributed`
+    takes options of torch.
+    """
     if importlib.util.find_spec("determined") is None:
         raise UserInputError(
             f"{launcher} is not installed",

@@ -294,7 +294,7 @@ def _ds_config(
 
 
 def _check_searcher(data: Mapping[str, Any], where: str) -> None:
-    """Check the length of a full-length run: a number, or `{unit: number}`."""
+    """Check the length of a full-length run: a whole number, or `{unit: whole number}`."""
     searcher = data.get("searcher") or {}
     if not isinstance(searcher, Mapping):
         raise UserInputError(f"must be a mapping, not {searcher!r}", where=f"{where}: searcher")

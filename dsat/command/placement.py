@@ -225,9 +225,9 @@ def parse_cores(given: str) -> tuple[int, ...]:
         span = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
         if not span or span[0] <= max(found, default=-1):
             raise UserInputError(
-                f"--bind_core_list {given}: expected ascending numbers and ranges",
+                f"--bind_core_list {given}: not ascending numbers and ranges",
                 where=_WHERE,
-                hint="As 0,2-4",
+                hint="Write, for example, 0,2-4.",
             )
         found += span
     return tuple(found)

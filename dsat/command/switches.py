@@ -206,7 +206,7 @@ def fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def variables(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment variables among the values of switches."""
+    """Return the environment variables that switches set, by their names without the prefix."""
     return {
         name.removeprefix(VARIABLE): str(value)
         for name, value in values.items()

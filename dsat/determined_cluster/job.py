@@ -160,7 +160,7 @@ def full_run_tag(runner_id: int) -> str:
 
 
 def custom_config(job: Job, runner_id: int, runner: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `custom` experiment of the trials, by the runner's own configuration."""
+    """Return the configuration of the `custom` experiment; its secrets are the runner's."""
     config = _user_config(job, search_tag(runner_id), runner)
     config["labels"] = _labels(config, job.info["name"])
     if job.max_slots is not None:

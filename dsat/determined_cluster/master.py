@@ -266,7 +266,7 @@ def describe_failure(error: BaseException) -> str:
 
 
 def describe_request(error: BaseException) -> str:
-    """Return what is wrong with the master, and why."""
+    """Return why a request to the master failed."""
     return f"{describe_failure(error)}: {describe_error(error)}"
 
 

@@ -105,7 +105,11 @@ class Slots:
 
 
 class DeviceErrors:
-    """Counts consecutive device errors; the second ends the run, for the reason in `failure`."""
+    """Counts device errors since the last success; the second ends the run.
+
+    Attributes:
+        failure: why the run ends; empty if it goes on.
+    """
 
     def __init__(self) -> None:
         self._count = 0
@@ -114,9 +118,9 @@ class DeviceErrors:
     def note(self, outcome: Outcome) -> None:
         self._count = 0 if outcome.ok else self._count + is_of_device(outcome)
         if self._count == _MAX_DEVICE_ERRORS:
-            self.failure = f"a device failed twice: {outcome.message}"
+            self.failure = f"device errors ended two attempts: {outcome.message}"
 
     def check(self) -> None:
         """Raise EngineError if the run ends."""
         if self.failure:
-            raise EngineError(f"{self.failure}. Continue with --resume once it works.")
+            raise EngineError(f"{self.failure}. Check the devices, then continue with --resume.")

@@ -1,4 +1,4 @@
-"""Compilations of torch and DeepCompile, by the modules that the script has imported."""
+"""What torch and DeepCompile compile; reads only modules that the script has imported."""
 
 from __future__ import annotations
 

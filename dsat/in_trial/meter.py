@@ -1,8 +1,8 @@
 """Meter of the optimizer steps of a live DeepSpeed engine, inside the training process.
 
-DeepSpeed's own autotuning mode is not used, because it scores a single step. Times are taken at the
-ends of optimizer steps, so whatever the training loop does between two (loading data, say) counts.
-On an asynchronous device the marks are events on its stream: nothing is synchronised inside a step.
+DeepSpeed's own autotuning mode is not used, because it scores a single step. A step lasts from the
+end of one optimizer step to the end of the next, so loading data counts. On an asynchronous device
+times are events on its stream: nothing is synchronised inside a step.
 """
 
 from __future__ import annotations

@@ -143,8 +143,8 @@ def dsat_reporting_context(
     Args:
         core_context: from `determined.core.init()`.
         op: the first operation of `core_context.searcher.operations()`.
-        steps_completed: reported with the metrics; by default the last optimizer step that every
-            trial of a search measures.
+        steps_completed: step number that is reported with the metrics; by default
+            `--end-profile-step` on a cluster, and the operation's length elsewhere.
     """
     from dsat.in_trial.meter import TrialComplete
 

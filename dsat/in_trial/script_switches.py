@@ -40,14 +40,14 @@ _ATTENTION = (
 
 
 class ScriptSwitches:
-    """The switches of the script of this process.
+    """Switches of the script that runs in this process.
 
     Args:
         wanted: the trial's values, by name.
         overrides: the trial's settings of DeepSpeed.
 
     Attributes:
-        found: switches of the script, with its own values first.
+        found: each switch with its values, the script's own one first.
     """
 
     def __init__(
@@ -79,10 +79,11 @@ class ScriptSwitches:
     # -- the model and its engine
 
     def before_engine(self, arguments: Mapping[str, Any]) -> None:
-        """Switch the model that the script passes to `deepspeed.initialize`.
+        """Apply the trial's switches to the model; record the switches that it has.
 
         Raises:
-            InvalidTrial: a switch is one of arguments that the script does not have.
+            InvalidTrial: a switch needs `TrainingArguments`, which the script does not use, or it
+                is the attention kernel and Ulysses has replaced that.
         """
         model, passed = arguments.get("model"), config_injection.trained_config(arguments)
         if passed is None or not hasattr(model, "modules"):

@@ -35,8 +35,8 @@ _LOG = "simulation/stderr.log"
 # For the script to reach its first step, on a busy machine; processor time of each simulation.
 _TIMEOUT_S = 600.0
 _SCRIPT_HINT = (
-    " The script was run up to its first training step. `dsat tune` also searches scripts that "
-    "cannot be simulated: it predicts their memory by formula."
+    " `dsat tune` also searches scripts that cannot be simulated: it predicts their memory by "
+    "formula."
 )
 
 
@@ -97,7 +97,7 @@ def simulate(settings: ModelSettings) -> Iterator[SimulatedModel]:
         keep_log = True
         hint = "" if settings.model is not None else _SCRIPT_HINT
         raise DsatError(
-            f"memory cannot be estimated: {error}.{hint} The log is {folder / _LOG}."
+            f"the model cannot be simulated: {error}.{hint} The log is {folder / _LOG}."
         ) from None
     finally:
         if not keep_log:

@@ -127,7 +127,7 @@ def measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metri
 
 
 class Projector:
-    """Projections of one traced script to one kind of card."""
+    """Predicts the speed of one traced model on GPUs of one kind."""
 
     def __init__(self, traced: Traced, card: Card, network: float | None) -> None:
         self._traced, self._card, self._network = traced, card, network

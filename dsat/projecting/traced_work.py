@@ -195,7 +195,7 @@ def work_of(
 
 
 def _hooks_s(kernels: Sequence[Kernels], stage: int) -> float:
-    """Seconds of the hooks of a parameter in a micro step; recomputing calls forward's again."""
+    """Return the seconds of a parameter's hooks in a micro step, with those of recomputation."""
     forward, backward = (
         sum(k.flops * k.count for k in kernels if k.phase == phase) for phase in _PASSES
     )

@@ -147,9 +147,9 @@ class Decisions:
 
     @property
     def _is_budget_used(self) -> bool:
-        """Return whether what is left of the trials is reserved for the finals.
+        """Return whether only trials that are reserved for the finals remain.
 
-        There are none without a measurement of the user's own configuration, or if all of the
+        No finals can follow if the user's own configuration was not measured, or if all of the
         search's trials failed so far.
         """
         run, trials = self.run, self.run.trials.values()

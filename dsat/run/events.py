@@ -90,9 +90,9 @@ def raise_as_corrupt_journal(number: int, name: str = "the journal") -> Iterator
         TypeError,
         ValueError,
     ) as error:
-        problem = f"does not fit what is before it ({type(error).__name__}: {error})"
+        problem = f"contradicts earlier lines ({type(error).__name__}: {error})"
         if isinstance(error, DecodeError):
             problem = f"is damaged: {error}"
         raise JournalError(
-            f"line {number} of {name} {problem}. Start a new run, or restore the file."
+            f"line {number} of {name} {problem}. Start a new run, or restore a backup."
         ) from error

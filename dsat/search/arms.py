@@ -1,7 +1,7 @@
-"""The arms of the classic searches: choices of settings, each with a bisection of its micro batch.
+"""Arms of the classic searches: a combination of settings, with the micro batches still open.
 
-The classic searches differ in which arm they continue and when they begin a new one. What is known
-of the arms is computed from the observations at each decision.
+A search decides which arm it continues, which micro batch that arm tries, and when a new arm
+begins. What is known of an arm is computed from the observations at each decision.
 """
 
 from __future__ import annotations

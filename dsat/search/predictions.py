@@ -238,7 +238,7 @@ class Predictions:
 
     @cached_property
     def measured_rates(self) -> Array:
-        """Predicted logarithms of what was measured, (n,), less noisy than the measurements."""
+        """Logarithms of the rates that the model gives the measured configurations, (n,)."""
         return self.log_rate(self.measured_points)
 
     @cached_property

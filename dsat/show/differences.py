@@ -55,7 +55,7 @@ class Difference:
 
     @property
     def reason(self) -> str:
-        """Effect of the setting, in words."""
+        """Why the setting matters, in words; empty if unknown."""
         return _REASONS.get(self.key, "")
 
     def __str__(self) -> str:

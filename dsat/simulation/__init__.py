@@ -1,4 +1,5 @@
-"""Prediction of memory by DeepSpeed's own engine on fake tensors, inside the user's script.
+"""Prediction of memory by DeepSpeed's own engine on fake tensors.
 
-Runs in a process of its own; nothing here allocates what the model would need.
+The server runs in a process of the training script and allocates no weights; the client runs in
+dsat's process.
 """

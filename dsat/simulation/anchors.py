@@ -1,4 +1,4 @@
-"""Simulations of the script's model, from which the memory of a run is predicted."""
+"""Simulations of the script's model, from which the memory of other configurations follows."""
 
 from __future__ import annotations
 

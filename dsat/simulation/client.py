@@ -218,7 +218,7 @@ class Simulator:
     # -- the script
 
     def _answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the number of a question with its answer; `failed` says why there is no other."""
+        """Yield each question's number and answer; `failed` gives the reason for a missing one."""
         waiting = set(range(len(questions)))
         if not self._problem:
             try:

@@ -257,7 +257,10 @@ def _branch(strategy: Strategy, space: Space) -> Branch:
 
 
 def _is_switch_searched(name: str, values: Sequence[Any], freedom: Freedom) -> bool:
-    """Return whether a switch is searched in some strategy."""
+    """Return whether a switch may be searched: it has several values and is not kept.
+
+    A known switch that is tried on request only was also asked for.
+    """
     known = SWITCHES.get(name)
     if len(values) < 2 or not _is_free(name, freedom):
         return False

@@ -225,7 +225,7 @@ def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:
 
 
 def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
-    """Make dsat's own engine; its first trial may be running already."""
+    """Make the local engine; if the user's command runs already, it is the first trial."""
     settings = ready.settings
     return LocalEngine(
         ready.experiment,

@@ -1,4 +1,4 @@
-"""Folders of a run."""
+"""Find, create and lock the folder of a run; collect earlier runs in it."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def _dataclass(kind: Any, data: Mapping[str, Any], where: str) -> Any:
     try:
         return kind(**values)
     except ValueError as error:
-        raise DecodeError(where or kind.__name__, f"is impossible: {error}") from None
+        raise DecodeError(where or kind.__name__, f"has an invalid value: {error}") from None
 
 
 @functools.cache

@@ -102,7 +102,7 @@ def table() -> tuple[Hazard, ...]:
 
 
 def version_in(software: str) -> str | None:
-    """Return the DeepSpeed version that a run's journal names (`Machine.software`)."""
+    """Return the DeepSpeed version in a list of software (`Machine.software`); None if missing."""
     found = re.search(r"\bdeepspeed (\S+)", software)
     return found[1] if found else None
 

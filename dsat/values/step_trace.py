@@ -75,7 +75,10 @@ class StepTrace(Recorded):
     model_flops: float
 
     def bytes_of(self, kind: str, phases: Sequence[str], *, last: bool = True) -> float:
-        """Return the bytes moved by kernels of a kind in the given phases."""
+        """Return the bytes moved by kernels of one kind in the given phases.
+
+        `last` selects the last micro step; False selects one of the others.
+        """
         return sum(
             k.bytes * k.count
             for k in self.kernels

@@ -1,4 +1,4 @@
-"""The frame of the first minutes with a GPU: what is cut ends, and what is missing is taken."""
+"""The benchmark of a GPU in a few minutes: time budgets, clean-up and resuming."""
 
 from __future__ import annotations
 

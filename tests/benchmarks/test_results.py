@@ -1,4 +1,4 @@
-"""What is made of the figures: summaries, bars and the report."""
+"""Summaries, bars and the report of benchmark results."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Scripts that no argument tells their configuration: searches and full-length runs.
+"""Scripts that build their DeepSpeed configuration in code, from the search to the training.
 
-Their trials are those of `tests/in_trial/test_config_injection.py`.
+`tests/in_trial/test_config_injection.py` tests their trials alone.
 """
 
 from __future__ import annotations

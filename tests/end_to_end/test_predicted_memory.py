@@ -76,7 +76,7 @@ def test_a_script_that_cannot_be_simulated_says_why(tmp_path: Path, cache: Path)
     (tmp_path / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1}))
     done = estimate("--ds-config", "ds.json", "--", "train.py", cwd=tmp_path, cache=cache)
     assert done.status == 1
-    assert "memory cannot be estimated" in done.err and "no data here" in done.err
+    assert "the model cannot be simulated" in done.err and "no data here" in done.err
     assert "`dsat tune` also searches scripts that cannot be simulated" in done.err
     assert "Traceback" not in done.err
 

@@ -1,6 +1,6 @@
 """Trials over several hosts, hosts that fall silent or die, and supervisors that are cut off.
 
-Made-up supervisors answer, or do not; or the hosts are this machine, and its processes real.
+Some tests use fake supervisors; others use real processes on this machine.
 """
 
 from __future__ import annotations

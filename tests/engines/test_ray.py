@@ -1,4 +1,4 @@
-"""Ray: what is taken of a cluster, and a real one of three nodes on this machine."""
+"""Ray: which resources are reserved, and a real cluster of three nodes on this machine."""
 
 from __future__ import annotations
 

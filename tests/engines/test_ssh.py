@@ -1,4 +1,4 @@
-"""Hosts that are reached with ssh: a scripted one, and a real sshd on this machine."""
+"""Hosts over ssh: with a fake ssh client, and with a real sshd on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials of real processes: time-outs, memory, neighbours, retries, full-length runs."""
+"""Trials of real processes: time-outs, memory, trials side by side, retries, full-length runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fewest cards that hold a model."""
+"""The fewest GPUs that hold a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations are checked by the installed DeepSpeed's own readers."""
+"""Check configurations with the configuration classes of the installed DeepSpeed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The profile's counts of a model against counts by hand."""
+"""FLOPs and parameters of a profile, compared with counts by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory limit of a rank on the CPU, each time in a process that is forked for it."""
+"""The memory limit of a rank on the CPU; each test forks a fresh process."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_a_search_ends_with_a_message_when_too_few_devices_are_left(
     def fail(row: Any) -> None:
         machine.break_device(0, _NVLINK)
 
-    with pytest.raises(EngineError, match=r"device failed twice: .*NVLink error"):
+    with pytest.raises(EngineError, match=r"device errors ended two attempts: .*NVLink error"):
         _tune(tmp_path / "run", 2, fail, max_trials=3)
     [ranks] = _used(tmp_path / "run").values()
     assert [rank["device"] for rank in ranks] == [machine.uuid(2), machine.uuid(0)]

@@ -1,4 +1,4 @@
-"""`dsat project` from its words to its answers."""
+"""`dsat project`, from its arguments to its results."""
 
 from __future__ import annotations
 

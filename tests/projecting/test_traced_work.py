@@ -1,4 +1,4 @@
-"""Seconds of traced steps: rooflines, rings over hosts, and what follows for a step."""
+"""Predicted seconds of a traced step: roofline, rings over hosts, calibration."""
 
 from __future__ import annotations
 

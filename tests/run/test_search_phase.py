@@ -1,4 +1,4 @@
-"""What a run does with its search."""
+"""A search leaves processor cores to the trials."""
 
 from __future__ import annotations
 

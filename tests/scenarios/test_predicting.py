@@ -1,4 +1,4 @@
-"""`estimate` and `project` against published sizes and the arithmetic of ZeRO."""
+"""`dsat estimate` and `dsat project`: sizes, exit statuses, advice and JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seconds of steps: what physics says of them, and what trials teach."""
+"""The model of step times: its physics, and its fit to trials."""
 
 from __future__ import annotations
 

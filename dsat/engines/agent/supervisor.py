@@ -235,7 +235,7 @@ class Supervisor:
             self._end(group, grace_s)
 
     def _finish(self, group: _Group) -> None:
-        """Answer that a trial has ended, after removing what it left."""
+        """Kill what is left of a trial, delete its temporary files, then report its end."""
         del self._groups[group.trial]
         _kill_until_gone(lambda: group.descendants | self._strays(group))
         group.remove_leftovers()

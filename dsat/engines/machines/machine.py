@@ -131,7 +131,11 @@ class Machine(Recorded):
             problem = f"there is no device {missing[0]}: this machine has {self.describe()}"
             raise UserInputError(problem, where="entrypoint")
         if not kept:
-            raise UserInputError("leaves no device", where="entrypoint")
+            raise UserInputError(
+                "excludes every device of this machine",
+                where="entrypoint",
+                hint="Change --include or --exclude.",
+            )
         at = [self.devices.index(device) for device in kept]
         sizes = tuple(self.device_memory_bytes[n] for n in at if self.device_memory_bytes)
         names = tuple(self.device_names[n] for n in at if self.device_names)

@@ -46,8 +46,8 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
     allocation = Allocation.of(environment.variables)
     if allocation is None:
         raise UserInputError(
-            "is for the inside of a Slurm allocation, and SLURM_JOB_ID and "
-            "SLURM_JOB_NODELIST are not set",
+            "works only inside a Slurm allocation, and SLURM_JOB_ID or SLURM_JOB_NODELIST is "
+            "not set",
             where="--engine slurm",
             hint="Start dsat in a job script (sbatch), or after salloc.",
         )
@@ -182,7 +182,7 @@ def _ask(*command: str) -> str:
     """Return the output of one of Slurm's commands; raise EngineError if it is missing or fails."""
     name = command[0]
     if shutil.which(name) is None:
-        raise EngineError(f"there is no {name} here, which is a command of Slurm's")
+        raise EngineError(f"Slurm's command {name} was not found. Start dsat where it is in PATH.")
     try:
         return subprocess.run(  # noqa: S603
             command,

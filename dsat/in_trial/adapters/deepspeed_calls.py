@@ -18,7 +18,7 @@ ZERO_INIT = (
 
 
 def initialize(call: Call) -> Any:
-    """Make the engine with the trial's configuration, and have it measured."""
+    """Make the engine with the trial's configuration; measure it in trials."""
     trial = call.trial
     try:
         bound = inspect.signature(call.function).bind(*call.args, **call.kwargs)
@@ -38,11 +38,11 @@ def initialize(call: Call) -> Any:
 
 
 def open_zero_init(call: Call) -> None:
-    """Partition no model below stage 3.
+    """Disable `zero.Init` below stage 3, unless it gets a finished module.
 
-    Scripts make their model under `zero.Init` for their own stage 3. Lower stages cannot train such
-    a model, and an engine of stage 3 partitions a whole one itself. Libraries open it by the stage
-    of their configuration (`from_pretrained`), so that they train as trials do.
+    Scripts often open it for their own stage 3. Lower stages cannot train a partitioned model, and
+    an engine of stage 3 partitions a whole one itself. Libraries (`from_pretrained`) open it only
+    if the configuration has stage 3, so no warning is needed for them.
     """
     trial = call.trial
     zero = (trial.config or {}).get("zero_optimization") or {}
@@ -60,14 +60,14 @@ def open_zero_init(call: Call) -> None:
 
 
 def compile_operator(call: Call) -> Any:
-    """Show the compilation of an operator, and lift the trial's limit of memory meanwhile."""
+    """Show that an operator is compiled; lift a trial's memory limit meanwhile."""
     activity = f"compiling DeepSpeed's operator {call.owner.name}, once for all runs"
     with call.trial.progress.during(activity), call.trial.calls.around_compilation():
         return call.proceed()
 
 
 def available(call: Call) -> int:
-    """Answer within the limit of a slot.
+    """Report at most the memory that `--slot-memory` allows.
 
     By that, ZeRO decides whether parameters are flattened on the device or on the host
     (deepspeed/runtime/zero/stage_1_and_2.py, 0.19.8).

@@ -33,7 +33,7 @@ def _say(call: Call, text: str) -> None:
 
 
 def remove(call: Call) -> Any:
-    """Leave what is older than the trial; let a folder of that name be created again."""
+    """Keep older files and folders; the script may create such a folder again."""
     files, path = _files_of(call), call.argument("path", 0)
     if files is None or not files.is_to_stay(path):
         return call.proceed()
@@ -43,7 +43,7 @@ def remove(call: Call) -> Any:
 
 
 def change(call: Call) -> Any:
-    """Leave what is older than the trial as it is."""
+    """Leave older files as they are."""
     files, path = _files_of(call), call.argument("path", 0)
     if files is None or not files.is_to_stay(path):
         return call.proceed()
@@ -52,7 +52,7 @@ def change(call: Call) -> Any:
 
 
 def move(call: Call) -> Any:
-    """Neither move nor replace what is older than the trial."""
+    """Neither move nor replace older files and folders."""
     files, source, target = _files_of(call), call.argument("src", 0), call.argument("dst", 1)
     if files is None or not (files.is_to_stay(source) or files.is_to_stay(target)):
         return call.proceed()
@@ -65,7 +65,7 @@ def create(name: str, position: int) -> Callable[..., Any]:
     """Return a wrapper of a function that creates what its argument names."""
 
     def create_folder_or_link(call: Call) -> Any:
-        """Succeed if the script removed the existing one, or if only an earlier trial made it."""
+        """Succeed if the path exists only because dsat kept it, or because a trial created it."""
         files, path = _files_of(call), call.argument(name, position)
         if files is not None and files.is_removed(path) and os.path.lexists(path):
             return None

@@ -168,9 +168,7 @@ def check_plugin(call: Call) -> Any:
 
 def train(call: Call) -> Any:
     """Ignore checkpoints, which would end a trial before its first step."""
-    if _is_measured(call):
-        call = call.replace("resume_from_checkpoint", 0, None)
-    return call.proceed()
+    return call.replace("resume_from_checkpoint", 0, None).proceed()
 
 
 def control(call: Call) -> None:
@@ -179,14 +177,7 @@ def control(call: Call) -> None:
     With a checkpoint it would also delete the user's older ones (`save_total_limit`).
     """
     name, value = call.args
-    if _is_measured(call) and name in ("should_save", "should_evaluate"):
-        value = False
-    call.proceed_with(name, value)
-
-
-def _is_measured(call: Call) -> bool:
-    settings = call.trial.trainer
-    return settings is not None and settings.max_steps is not None
+    call.proceed_with(name, False if name in ("should_save", "should_evaluate") else value)
 
 
 def prepare_backend(call: Call) -> tuple[Any, Any]:

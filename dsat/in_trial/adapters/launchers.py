@@ -43,7 +43,7 @@ def refuse_nodes(call: Call) -> Any:
 
 
 def run_process(call: Call) -> None:
-    """Report the end of a rank that is a process of multiprocessing, which calls no hooks."""
+    """Report the end of a rank that multiprocessing started: it calls no exit hooks."""
     try:
         call.proceed()
     except BaseException as error:
@@ -73,9 +73,9 @@ def exit_process(call: Call) -> None:
 
 
 def starts_ranks(call: Call) -> Any:
-    """Have Lightning find no variables of a rank, if the command has no launcher.
+    """Hide the variables of a rank from Lightning, if the command has no launcher.
 
-    It starts ranks itself, unless it is one.
+    Lightning then starts the ranks itself, as it does without dsat.
     """
     if os.environ.pop(ALONE_VARIABLE, None) is not None:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):

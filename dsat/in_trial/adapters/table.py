@@ -96,8 +96,8 @@ _FILES = (
 
 _TRAINERS = (
     Adapter("transformers.training_args", "TrainingArguments.__post_init__", hf.check_arguments),
-    Adapter("transformers.trainer", "Trainer.train", hf.train),
-    Adapter("transformers.trainer_callback", "TrainerControl.__setattr__", hf.control),
+    _locally("transformers.trainer", "Trainer.train", hf.train),
+    _locally("transformers.trainer_callback", "TrainerControl.__setattr__", hf.control),
     Adapter("accelerate.utils.dataclasses", "DeepSpeedPlugin.__post_init__", hf.check_plugin),
     Adapter("accelerate.state", "PartialState._prepare_backend", hf.prepare_backend),
     *(

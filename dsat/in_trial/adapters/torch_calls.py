@@ -36,7 +36,7 @@ def backward(call: Call) -> Any:
 
 
 def build_model(call: Call) -> None:
-    """Limit the memory of a slot from the first model on, so that imports do not count."""
+    """Apply `--slot-memory` when the first model is built, so that imports do not count."""
     act, call.trial.calls.before_model = call.trial.calls.before_model, None
     if act is not None:
         act()
@@ -44,5 +44,5 @@ def build_model(call: Call) -> None:
 
 
 def open_store(call: Call) -> Any:
-    """Listen on loopback where the other ranks look for rank 0 there, and nowhere else."""
+    """Listen on loopback only, if all ranks are on this host."""
     return loopback.open_store(call.proceed_with, call.args, call.kwargs)

@@ -51,8 +51,8 @@ def _load_guard() -> None:
         return
     if shutil.which("c++") is None and shutil.which("g++") is None:
         raise RuntimeError(
-            f"torch {torch.__version__} needs a C++ compiler (g++) to simulate a device, which "
-            "torch 2.10 does not"
+            f"simulating a device with torch {torch.__version__} needs a C++ compiler. Install "
+            "g++, or use torch 2.10"
         )
     from torch.utils import cpp_extension
 
