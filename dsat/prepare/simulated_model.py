@@ -94,6 +94,9 @@ def simulate(settings: ModelSettings) -> Iterator[SimulatedModel]:
             warn_of_length(settings, simulator.script)
             yield SimulatedModel.build(experiment.name, config, simulator)
     except SimulationUnavailable as error:
+        option, _, problem = str(error).partition(": ")
+        if settings.model is not None and option in ("--seq-length", "--lora"):
+            raise UserInputError(problem, where=option) from None
         keep_log = True
         hint = "" if settings.model is not None else _SCRIPT_HINT
         raise DsatError(

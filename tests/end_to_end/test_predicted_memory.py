@@ -81,6 +81,16 @@ def test_a_script_that_cannot_be_simulated_says_why(tmp_path: Path, cache: Path)
     assert "Traceback" not in done.err
 
 
+@pytest.mark.parametrize("wrong", ["--seq-length 65", "--lora r=8,target=q_proj"])
+def test_a_wrong_option_that_only_the_model_shows_is_one_of_usage(
+    tmp_path: Path, cache: Path, wrong: str
+) -> None:
+    model = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_positions": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**model, "n_embd": 24, "n_layer": 1}))
+    done = estimate("--model", tmp_path, *wrong.split(), cwd=tmp_path, cache=cache)
+    assert done.status == 2 and f"dsat: error: {wrong.split()[0]}: " in done.err, done
+
+
 def test_a_search_simulates_before_it_launches(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     zero = {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}

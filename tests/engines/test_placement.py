@@ -140,7 +140,9 @@ def test_a_device_error_is_tried_again_once_and_the_second_ends_the_run(
     assert engine.poll(0) == [], "it runs again"
     [(number, outcome)] = fails_by_device(engine, hosts, 2)
     assert number == 2 and not outcome.ok
-    with pytest.raises(EngineError, match=r"device errors ended two attempts: .*launch failure.*--resume"):
+    with pytest.raises(
+        EngineError, match=r"device errors ended two attempts: .*launch failure.*--resume"
+    ):
         engine.poll(1)
 
 
