@@ -1,4 +1,4 @@
-"""Engines, which run trials behind one interface that searches do not depend on."""
+"""Interface of engines, which run trials; the package also holds the local engine."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from dsat.values.trial import Trial
 
 
 class Engine(Protocol):
-    """Runner of trials. An ordinary failure of a trial is an `Outcome`, never an exception."""
+    """Runner of trials. It reports a failed trial as an `Outcome`, never as an exception."""
 
     @property
     def num_slots(self) -> int:
-        """Devices that trials may use at once; fewer once some have failed."""
+        """Number of devices that trials may use at once; it falls when a host is lost."""
         ...
 
     def launch(self, trial: Trial) -> None:
-        """Start a trial; devices are free, unless some have just failed.
+        """Start a trial; queue it if a device that the caller counted on was just lost.
 
         Raises:
-            EngineError: nothing can run at all.
+            EngineError: no trial can run.
         """
         ...
 
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
-        """Return trials that ended since the last call, each once; wait for one if there is none.
+        """Return the trials that ended since the last call; if none did, wait up to `timeout_s`.
 
         Raises:
-            EngineError: none can end any more, because too few devices work.
+            EngineError: no trial runs, and none can start, because too few devices work.
         """
         ...
 
     def close(self) -> None:
-        """End everything that runs, without further outcomes."""
+        """End all running trials; `poll` then returns no outcomes."""
         ...

@@ -38,9 +38,9 @@ from dsat.values.zero_strategy import of_config
 
 _log = logging.getLogger(__name__)
 _SIMULATION_POLL_S = 0.05
-_AGAIN = "-again"  # of the folder of a trial that runs again because it has lost a host
-# What ends a host or a rank from outside, such as the end of an allocation, may be about to end
-# other hosts and this process as well: a trial is not to be blamed for that.
+_AGAIN = "-again"  # suffix of the folder of a trial that runs again after losing a host
+# What ended a host or a rank, such as the end of an allocation, may soon end the other hosts and
+# this process as well. Without this pause the second attempt would fail, too, and count as failed.
 _RETRY_AFTER_S = 1.0
 
 
@@ -78,7 +78,7 @@ class LocalEngine:
         self._waiting: list[Start] = []
         self._running: dict[int, Running] = {}
         self._ended: list[tuple[int, Outcome]] = []  # for `poll`
-        self._modules: list[str] = []  # of the script
+        self._modules: list[str] = []  # imported by the script
         self._created = CreatedFolders()
         self._closed = False
         if own is None:
@@ -89,7 +89,7 @@ class LocalEngine:
 
     @property
     def num_slots(self) -> int:
-        """Number of usable devices; one trial's if trials run the user's command one by one."""
+        """Number of usable devices; those of one trial if each runs the user's whole command."""
         usable = self._slots.usable
         return min(usable, self._slots.needed) if self.needs_command else usable
 
@@ -120,7 +120,7 @@ class LocalEngine:
         """
         run = self._builder.run
         folder, number = run / "full", 2
-        while folder.exists():  # an earlier one, with its checkpoints
+        while folder.exists():  # an earlier run, with its checkpoints
             folder, number = run / f"full-{number}", number + 1
         self._begin_trials()
         self._waiting.append(Start(replace(trial, id=FULL_RUN_ID), folder, None))
@@ -128,29 +128,29 @@ class LocalEngine:
         return folder
 
     def start_simulation_server(self, messages: Path, script_args: Mapping[str, Any]) -> Path:
-        """Start the script for simulations of its model, on no device.
+        """Start the script on no device, to simulate its model, unless the first host is lost.
 
-        Returns a file that says, once it exists, why there will be no simulations (`message` in
-        it). Questions and answers go through the folder `messages`.
+        Returns a path where a JSON file appears if the script fails; its `message` says why.
+        Questions and answers are files in the folder `messages`.
         """
         start = self._builder.simulation(messages, script_args)
         self._begin_trials()
-        if 0 not in self._slots.lost:  # the folder is on it
+        if 0 not in self._slots.lost:  # only this host has the folder `messages`
             self._waiting.append(start)
             self._start_waiting()
         return start.folder / result_file(0)
 
     def has_simulation_server(self) -> bool:
-        """Return whether the simulation server runs or is about to."""
+        """Return whether the simulation server runs or waits to start."""
         if not self._closed:
             self._wait(0.0)
         waiting = any(start.trial.id == SIMULATION_ID for start in self._waiting)
         return waiting or SIMULATION_ID in self._running
 
     def stop_simulation_server(self) -> None:
-        """End the simulation server, and wait until nothing of it is left.
+        """End the simulation server, and wait until all its processes have ended.
 
-        It may hold device memory, and the next one uses the same folder.
+        The script may hold device memory, and the next server uses the same folder.
         """
         self.cancel(SIMULATION_ID)
         while SIMULATION_ID in self._running and not self._closed:
@@ -165,7 +165,7 @@ class LocalEngine:
         return ended
 
     def cancel(self, trial_id: int) -> None:
-        """End a running trial; its outcome is CANCELED unless it ended first."""
+        """End a running trial (CANCELED unless it has a result), or drop a waiting one."""
         self._waiting = [start for start in self._waiting if start.trial.id != trial_id]
         if trial_id in self._running:
             self._running[trial_id].canceled = True
@@ -173,14 +173,14 @@ class LocalEngine:
 
     def close(self) -> None:
         if not self._closed:
-            self._supervisors.close()  # a Ctrl-C meanwhile leaves this to be done again
+            self._supervisors.close()  # after a Ctrl-C here, a second call closes the rest
             if self._own is not None:
                 self._own.close()
             self._running.clear()
             self._closed = True
 
     def import_modules_of(self, folder: Path) -> None:
-        """Preload the modules that the user's script imported in a trial's folder."""
+        """Preload the modules that a trial's script imported, if ranks are forked."""
         path = folder / MODULES_FILE
         if self._retries.method is StartMethod.FORKED and path.exists():
             self._modules += json.loads(path.read_text())
@@ -190,9 +190,9 @@ class LocalEngine:
     # -- trials
 
     def _begin_trials(self) -> None:
-        """Start the supervisors of all hosts, unless they run.
+        """Start the supervisors of all hosts, unless they run already.
 
-        The user's own command ends before, because their imports would disturb its measurement.
+        It ends the user's own command first, because imports would disturb its measurement.
         """
         if self._has_begun:
             return
@@ -215,7 +215,7 @@ class LocalEngine:
     def _start_waiting(self) -> None:
         while self._waiting and not self._devices.failure:
             start = self._waiting[0]
-            # An optimizer on the host needs its cores and memory for itself.
+            # An optimizer that is offloaded to the host needs all its cores and memory.
             on_host = of_config(self._builder.config_of(start)).offloads
             alone = start.alone or (on_host and not self._hosts[0].machine.is_cpu)
             shares = self._slots.find_room(start, self._running.values(), alone=alone)
@@ -242,7 +242,7 @@ class LocalEngine:
             if not (self._running or self._waiting):
                 self._slots.check_enough()
             self._start_waiting()
-            # What has ended by now did so in time, however long this process was busy.
+            # A trial that has ended by now was in time, however long this process was busy.
             messages = self._supervisors.receive(0.0)
             if not messages:
                 now = time.monotonic()
@@ -273,13 +273,13 @@ class LocalEngine:
         if not running.running_hosts:
             self._handle_end_of_trial(running)
         elif any(message["statuses"]):
-            # As among the ranks of one host: they see it fail, and their own report may say more.
+            # As on a single host: the other ranks soon fail, too; their reports may explain more.
             self._end(running, grace_s=GRACE_AFTER_FAILURE_S)
         elif running.trial.id != FULL_RUN_ID:
             self._end(running, grace_s=LINGER_S)
 
     def _lose(self, host: int, reason: str) -> None:
-        """Continue without a host, and end the trials on it."""
+        """Give up a host, and end its trials, also on other hosts."""
         line = self._slots.lose(host, reason)
         _log.warning("%s", line)
         for running in list(self._running.values()):
@@ -295,7 +295,7 @@ class LocalEngine:
                 self._handle_end_of_trial(running)
 
     def _handle_end_of_trial(self, running: Running) -> None:
-        """Report the outcome of a trial, unless it runs again."""
+        """Queue a trial's outcome for `poll`, unless it runs again or was a simulation."""
         del self._running[running.trial.id]
         self._created.add(running.folder)
         if not self._running:  # another trial may be about to use them
@@ -307,7 +307,7 @@ class LocalEngine:
         )
         if not running.start.is_own:
             self._slots.give_back(running.shares)
-        # Compilers of trials that run on other hosts cannot be seen.
+        # The compilers of trials on other hosts are invisible here.
         if not outcome.ok and (len(self._hosts) == 1 or not self._running):
             self._supervisors.locks.remove()
         self._devices.note(outcome)
@@ -334,7 +334,7 @@ class LocalEngine:
             time.sleep(_RETRY_AFTER_S)
         _log.info("%s failed (%s); %s", running.trial.name, outcome.message, reason.value)
         folder = running.folder
-        if running.lost:  # a host that is only cut off may still write there
+        if running.lost:  # a host that is merely cut off may still write there
             folder = folder.with_name(folder.name + _AGAIN)
         alone = running.start.alone or reason is not RetryReason.LOST
         self._waiting.append(replace(running.start, folder=folder, alone=alone, own_ranks=None))
@@ -347,16 +347,16 @@ def _methods(
     if program.needs_command:
         return [StartMethod.COMMAND]
     command = [StartMethod.COMMAND] if program.started_in and len(hosts) == 1 else []
-    # Options of the interpreter need an interpreter of their own.
+    # Only a fresh process can have another interpreter or other options of the interpreter.
     if options.cold or program.python_options or program.interpreter:
         return [StartMethod.FRESH, *command]
     return [StartMethod.FORKED, StartMethod.FRESH, *command]
 
 
 def _rename_to_trial(folder: Path) -> None:
-    """Rename the folder of a repeated trial to the usual name."""
+    """Give the folder of a trial that ran again after losing a host its usual name."""
     home = folder.with_name(folder.name.removesuffix(_AGAIN))
     if home != folder:
         left = home.rename(home.with_name(f"{home.name}-lost"))
         folder.rename(home)
-        shutil.rmtree(left, ignore_errors=True)  # one that is cut off may hold files open
+        shutil.rmtree(left, ignore_errors=True)  # a host that is cut off may hold files open

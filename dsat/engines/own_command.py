@@ -1,4 +1,4 @@
-"""First trial: the user's own command, run unchanged, which records how ranks start."""
+"""First trial: the user's command, run unchanged while recording how its ranks start."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class OwnCommand:
 
     Args:
         command: the program with its arguments, as typed.
-        options: measurement options; their time limit also holds until the ranks have started.
-        measures: False ends the ranks as soon as they are recorded.
+        options: measurement options; their time limit also applies to `ranks`.
+        measures: if False, ranks pause instead of training once they are recorded, until `close`.
         ranks: number of processes of the command to start, with a launcher's variables; None if the
             command starts its ranks itself.
 
     Attributes:
-        env: environment of the command, without the hook.
+        env: variables of the command, except that `PYTHONPATH` lacks dsat's folders.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class OwnCommand:
             LocalOptions(options),
             host_slots=len(host_limits.usable_cores()),
         )
-        # The command starts before the devices are looked at: its own errors are shown at once.
+        # The command starts before the devices are inspected, so that its errors appear at once.
         here = replace(UNSEEN, expandable_segments=has_nvml())
         if machine.has_no_accelerator():
             here = machine_of_cores()
@@ -95,14 +95,12 @@ class OwnCommand:
         self.supervisors.send(_HERE, request)
 
     def ranks(self) -> list[RankStart]:
-        """Wait for the command's ranks.
-
-        Returns:
-            How each of them was started, with the configuration that it passed.
+        """Wait until all ranks of the command call `deepspeed.initialize`; return their starts.
 
         Raises:
-            UserInputError: it is not one training on one machine, or none that can be tuned.
-            ScriptFailed: it ended, or took too long, without a call of `deepspeed.initialize`.
+            UserInputError: the command is not one training on one machine, or cannot be tuned.
+            ScriptFailed: the command ended, or the time limit passed, before all ranks called it.
+            EngineError: the supervisor ended.
         """
         began_s = time.monotonic()
         while not self._recorded:
@@ -118,7 +116,7 @@ class OwnCommand:
                 self._recorded = found
             elif is_over:
                 raise self._failure(found)
-        for path in self._record_files():  # they hold variables
+        for path in self._record_files():  # they hold environment variables, perhaps secrets
             path.unlink(missing_ok=True)
         return self._recorded
 
@@ -132,9 +130,9 @@ class OwnCommand:
         )
 
     def become(self, start: Start, config: Mapping[str, Any]) -> Running:
-        """Become a trial, which has a configuration.
+        """Register this run as a trial, and write the trial's configuration.
 
-        Its folder is a link to this command's until that has ended.
+        Until `move_files` or `close`, the trial's folder is a link to the folder of this run.
         """
         start.folder.parent.mkdir(parents=True, exist_ok=True)
         start.folder.symlink_to(self.folder)
@@ -151,7 +149,7 @@ class OwnCommand:
         shutil.move(self.folder, folder)
 
     def close(self) -> None:
-        if self.running.folder.is_symlink():  # of a trial that it has become
+        if self.running.folder.is_symlink():  # the link that `become` made
             self.running.folder.unlink()
         self.supervisors.close()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -171,7 +169,7 @@ class OwnCommand:
     def _failure(self, ranks: Sequence[RankStart]) -> DsatError:
         """Return the error of a command whose ranks did not all begin to train."""
         log = trial_result.log_tail(self.folder)
-        # The command may have written its log to a file.
+        # Read the report of a rank, too: the command may log to a file.
         report = next(iter(trial_result.read_reports(self.folder, 0.0)), None)
         if report is not None and report.kind is OutcomeKind.INVALID:
             return UserInputError(report.message, where="command")
@@ -199,7 +197,7 @@ class OwnCommand:
         for name in log_files(0):
             if (self.folder / name).exists():
                 shutil.copy(self.folder / name, kept / name)
-        if not log:  # programs like make say on standard output what went wrong
+        if not log:  # programs like make print their errors on standard output
             log = "\n".join(read_end(self.folder / log_files(0)[0])[-_LAST_LINES:])
         return ScriptFailed(f"your command {problem}. Its log is {kept / log_files(0)[1]}", log)
 
@@ -221,6 +219,6 @@ class OwnCommand:
 
 
 def _drop_hook(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a command as they would be without the hook."""
+    """Return the variables of a command with the `PYTHONPATH` of this process, without the hook."""
     own = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
     return {name: value for name, value in env.items() if name != "PYTHONPATH"} | own

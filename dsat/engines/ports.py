@@ -15,16 +15,16 @@ _FIRST, _LAST, _CHOSEN_FROM = 1024, 65535, 12_000
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of this machine's loopback that nothing listens on now.
+    """Return ports that are free on this machine's loopback; raise EngineError without enough.
 
-    If possible they lie below the range from which the kernel takes ports of outgoing connections:
-    one of those could be in use by the time that a cold rank, seconds later, begins to listen.
+    If possible, they lie below the kernel's range for outgoing connections. Such a connection could
+    take a port of that range in the seconds before a cold rank listens on it.
     """
     first = _FIRST
     with contextlib.suppress(OSError, ValueError):
         first = int(_EPHEMERAL.read_text().split()[0])
     below = range(max(_FIRST, first - _CHOSEN_FROM), first)
-    if len(below) < _ATTEMPTS:  # administrators widen the kernel's range
+    if len(below) < _ATTEMPTS:  # an administrator has widened the kernel's range
         below = range(_FIRST, _LAST + 1)
     ports: list[int] = []
     with contextlib.ExitStack() as stack:

@@ -10,8 +10,8 @@ from dsat.engines.machines.hosts import Share
 from dsat.engines.machines.machine import Machine
 from dsat.values.zero_strategy import of_config
 
-# Otherwise memory is lost between blocks, and runs out before what is allocated says so. The name
-# is understood by all versions of torch; the newer one goes before it where both are set.
+# Without expandable segments, fragmentation can exhaust the memory of a device of which enough is
+# free in total. All versions of torch read this variable.
 _ALLOCATOR_SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 _ALLOCATOR_VARIABLES = {*_ALLOCATOR_SETTINGS, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 
@@ -19,8 +19,8 @@ _ALLOCATOR_VARIABLES = {*_ALLOCATOR_SETTINGS, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP
 def make_command_settings(machine: Machine, given: Mapping[str, str]) -> dict[str, str]:
     """Return variables that affect memory and speed, for a command that starts its ranks.
 
-    On a CPU, whose slots are cores, they include the number of threads; elsewhere the launcher
-    decides that.
+    On a CPU, whose slots are cores, they include the number of threads; elsewhere the command's
+    launcher sets that number.
     """
     settings = {"OMP_NUM_THREADS": "1"} if machine.is_cpu else {}
     if machine.expandable_segments and not _ALLOCATOR_VARIABLES & given.keys():
@@ -37,14 +37,14 @@ def make_rank_settings(
 ) -> dict[str, str]:
     """Return variables that affect memory and speed, for ranks that dsat starts.
 
-    The variables that the user set (`given`) stay, except on a CPU, whose slots are cores. `ranks`
-    is their number on a host.
+    Variables that the user set (`given`) stay, except for OMP_NUM_THREADS on a CPU, whose slots are
+    cores, or if ranks are bound to cores. `ranks` is the number of ranks on a host.
     """
     settings = make_command_settings(machine, given)
     sharers = _sharers(machine, config, ranks)
     if machine.is_cpu:
         return settings
-    if program.launch.binds_cores:  # the launcher replaces it
+    if program.launch.binds_cores:  # DeepSpeed's launcher replaces the user's number, too
         share = select_cores(_shared_cores(machine, program), 0, sharers)
         settings["OMP_NUM_THREADS"] = str(len(share))
     elif "OMP_NUM_THREADS" not in given:
@@ -59,7 +59,7 @@ def make_rank_settings(
 def binding_options(
     machine: Machine, program: Entrypoint, config: Mapping[str, Any], ranks: int
 ) -> list[str]:
-    """Return options of DeepSpeed's launcher that bind ranks to as many cores as in trials."""
+    """Return the options of DeepSpeed's launcher that give ranks as many cores as in trials."""
     sharers, own = _sharers(machine, config, ranks), sorted(program.launch.core_list)
     if sharers > ranks:
         among = _shared_cores(machine, program)
@@ -77,11 +77,11 @@ def find_cores(
     if machine.has_quota:
         return []
     if machine.is_cpu:
-        # As taskset gives them to a command that is run by hand: to its ranks together.
+        # All ranks share the cores of the trial, as under `taskset` when the user trains by hand.
         return [int(machine.devices[slot]) for slot in share.slots]
     if not (program.launch.binds_cores and share.slots):
         return []
-    # Beside other trials, each slot has its cores.
+    # Trials may run at the same time, so the cores belong to the slots.
     sharers = _sharers(machine, config, ranks)
     place = local_rank if sharers == ranks else share.slots[local_rank]
     return select_cores(_shared_cores(machine, program), place, sharers)
@@ -90,12 +90,12 @@ def find_cores(
 def select_cores(cores: Sequence[int], place: int, sharers: int) -> list[int]:
     """Select adjacent cores for one of several ranks that share them.
 
-    If each NUMA node has as many ranks, a rank's cores are in one node, and so is its memory, since
-    Linux allocates it on the node that first touches it. `place` is the rank's position among the
-    sharers.
+    If all NUMA nodes have equal numbers of ranks, a rank's cores are in one node. So is its memory,
+    since Linux allocates a page on the node that first touches it. `place` is the rank's position
+    among the sharers.
     """
     share = max(1, len(cores) // sharers)
-    place %= max(1, len(cores) // share)  # more ranks than cores: some share one
+    place %= max(1, len(cores) // share)  # with more ranks than cores, some ranks share a core
     return list(cores[place * share : (place + 1) * share])
 
 
@@ -104,8 +104,8 @@ def _shared_cores(machine: Machine, program: Entrypoint) -> Sequence[int]:
 
 
 def _sharers(machine: Machine, config: Mapping[str, Any], ranks: int) -> int:
-    """Return the number of ranks, of all concurrent trials, that share the cores.
+    """Return the number of ranks, of all concurrent trials, that share the cores of a host.
 
-    A trial that offloads has the cores alone, because its optimizer runs on them.
+    A trial that offloads runs alone on its hosts, because its optimizer uses the cores.
     """
     return ranks if of_config(config).offloads else machine.num_slots

@@ -20,19 +20,19 @@ from dsat.values import host_limits
 from dsat.values.outcome import Outcome, OutcomeKind
 
 _LOG_TAIL_LINES = 20
-# The last line of a traceback as Python prints it, with the prefixes of torch and torchrun.
+# The last line of a traceback as Python prints it, also after prefixes such as "[rank0]: ".
 ERROR = re.compile(r"(\[\w+\]:\s?)*[A-Za-z_][\w.]*(Error|Exception|Exit): ")
 _TRACEBACK = "Traceback (most recent call last):"
-# What torchrun and accelerate add when a rank has failed.
+# Exceptions that torchrun and accelerate add when a rank has failed.
 _OF_LAUNCHERS = ("torch.distributed.elastic.", "subprocess.CalledProcessError: ")
 _LOGGED_BY_LAUNCHER = re.compile(r"torch[./]distributed[./]elastic")
-# What launchers log of the first rank that failed: torchrun, DeepSpeed's, accelerate's.
+# How launchers log the end of the first rank that failed.
 _EXIT_OF_RANK = re.compile(
     r"exitcode\s*: (?P<torchrun>-?\d+)|return code = (?P<deepspeed>-?\d+)"
     r"|died with <Signals\.\w+: (?P<accelerate>\d+)>"
 )
 _SIGNALS = range(1, 65)
-# Signals by which a process ends itself or the kernel ends it; a program may exit with -1.
+# Signals N that an exit status of 256 - N stands for; not 1, as programs may exit with -1 (255).
 _CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
 _KILLED_FOR_MEMORY = "was killed with SIGKILL, most likely because the host ran out of memory"
 
@@ -40,7 +40,8 @@ _KILLED_FOR_MEMORY = "was killed with SIGKILL, most likely because the host ran 
 def read_outcome(running: Running, *, timeout_s: float) -> Outcome:
     """Return the outcome of a run whose ranks have all ended.
 
-    The ranks' reports decide, not their exit statuses: a process may still fail at its exit.
+    A measurement counts whatever the exit statuses are, since a process may still fail at its exit.
+    A full-length run, which measures nothing, is OK if all statuses are 0.
     """
     folder = running.folder
     duration_s = round(time.monotonic() - running.began_s, 3)
@@ -65,14 +66,15 @@ def read_outcome(running: Running, *, timeout_s: float) -> Outcome:
 
 
 def status_of(running: Running) -> int:
-    """Return the first nonzero exit status of the processes; negative for a signal."""
+    """Return the first nonzero exit status of the processes, else 0; negative for a signal."""
     return next(filter(None, running.collect_by_rank("statuses")), 0)
 
 
 def _failure(running: Running, reports: list[Outcome]) -> Outcome:
     """Return the outcome of a run that ended by itself before it was measured.
 
-    Out of memory on any rank explains the failure of the others; else the first failure counts.
+    The first of these decides: a report of OOM, which explains the failures of other ranks; a rank
+    killed with SIGKILL; the earliest report; a signal or exit status.
     """
     out_of_memory = [outcome for outcome in reports if outcome.kind is OutcomeKind.OOM]
     if out_of_memory:
@@ -83,7 +85,7 @@ def _failure(running: Running, reports: list[Outcome]) -> Outcome:
     died = {
         rank: -status
         for rank, status in enumerate(statuses)
-        if status < 0 and not killed[rank]  # by the supervisor, because of another rank
+        if status < 0 and not killed[rank]  # by the supervisor, after another rank failed
     }
     kind, rank, how = OutcomeKind.ERROR, 0, "the ranks ended without a result"
     if signal.SIGKILL in died.values():
@@ -132,8 +134,8 @@ def _signal_of_rank(log: Sequence[str], status: int) -> int | None:
     """Return the signal that ended the first failed rank; None if none did.
 
     Args:
-        log: lines of standard error, including the launcher's.
-        status: of the command: minus a signal, or as a shell encodes that, or modulo 256.
+        log: standard error in lines, including the launcher's.
+        status: exit status of the command; for a signal N: -N, 128 + N (shells), or 256 - N.
     """
     for line in log:
         if found := _EXIT_OF_RANK.search(line):
@@ -146,7 +148,7 @@ def _signal_of_rank(log: Sequence[str], status: int) -> int | None:
 
 
 def read_reports(folder: Path, duration_s: float) -> list[Outcome]:
-    """Return the failures that ranks reported, the earliest first."""
+    """Return the failures that ranks reported, the earliest first; `duration_s` is set in each."""
     found = []
     for path in folder.glob(result_file("*")):
         outcome = _read(path)
@@ -165,10 +167,10 @@ def _read(path: Path) -> Outcome | None:
 
 
 def log_tail(folder: Path, cross_rank: int = 0) -> str:
-    """Return the end of the standard error of a trial's ranks on a host.
+    """Return the last lines of standard error of a trial's ranks on a host.
 
-    A launcher's report of their failure, which may be longer than theirs, is left out. `cross_rank`
-    is the position of the host in the trial.
+    A launcher's report of the failure is omitted: it may be longer than the error of the rank.
+    `cross_rank` is the position of the host among the hosts of the trial.
     """
     lines = read_end(folder / log_files(cross_rank)[1])
     launchers = next((n for n, line in enumerate(lines) if line.startswith(_OF_LAUNCHERS)), None)

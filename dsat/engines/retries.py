@@ -1,4 +1,4 @@
-"""Retries of failed trials: one of each, alone and by the next method to start ranks."""
+"""Retries of failed trials, at most one of each trial, for one of several reasons."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _NO_FORK_CUDA = (
     "CUDA driver initialization failed",
     "CUDA unknown error",
 )
-# How a process ends whose threads or locks did not survive the fork.
+# How a process may end if threads or locks did not survive its fork.
 _DIED_OF_FORK = ("was killed by SIGABRT", "was killed by SIGSEGV")
-# Slurm sends the last two to a job's steps; some plug-ins to every process of them (--signal).
+# Slurm's --signal sends USR1 or USR2 to a job's steps; some plug-ins send it to all processes.
 _ENDED_FROM_OUTSIDE = tuple(f"was killed by SIG{name}" for name in ("TERM", "USR1", "USR2"))
 # What vLLM's sleep mode (CuMemAllocator) and torch's memory pools raise.
 _REFUSED_SEGMENTS = re.compile(r"(Error|Exception): .*expandable.?segment", re.IGNORECASE)
 _ADDRESS_IN_USE = ("EADDRINUSE", "ddress already in use")
-# Errors of a device or its driver; an illegal address is the program's own mistake:
+# Errors of a device or its driver; an illegal address is a mistake of the program:
 # https://docs.nvidia.com/deploy/xid-errors
 _OF_DEVICES = (
     "busy or unavailable",
@@ -57,19 +57,19 @@ _OF_DEVICES = (
 
 
 class RetryReason(enum.Enum):
-    """Reasons to run a failed trial once more; a value says how it runs, for people."""
+    """Reasons to run a failed trial again; a value is the log message that says how."""
 
-    LOST = "it runs again elsewhere"  # its host was lost, or ended from outside: not its fault
+    LOST = "it runs again elsewhere"  # a host was lost, or a rank killed from outside
     METHOD = "it runs again alone, its ranks started otherwise"
     SEGMENTS = "it runs again alone, without expandable segments of torch's allocator"
-    ALONE = "it runs again alone"  # it failed beside others, on a device, or lost its port
+    ALONE = "it runs again alone"  # other trials ran, a device failed, or a port was taken
 
 
 class Retries:
     """Decides which failed trials run again, each once, and by which method ranks start.
 
-    `methods` come in order of preference; `method` is the present one, and `failure` why those
-    before it failed.
+    `methods` come in order of preference. `method` is the current one; `failure` is the message of
+    the failure that last changed it, or empty.
     """
 
     def __init__(self, methods: Sequence[StartMethod]) -> None:
@@ -77,9 +77,9 @@ class Retries:
         self.method = self._known_method = methods[0]
         self.failure = ""
         self._cannot_fork = ""
-        self._is_proven = False  # a trial that dsat started has trained
+        self._is_proven = False  # a trial whose ranks dsat started was successful
         self._retried: dict[int, RetryReason] = {}
-        self._same_alone: set[str] = set()  # messages of trials that failed alone as well
+        self._same_alone: set[str] = set()  # messages of trials that failed again
 
     def note_warm_up(self, cannot_fork: str) -> None:
         """Record why ranks cannot be forked; empty if they can be."""
@@ -91,7 +91,7 @@ class Retries:
         """Return why an ended trial runs again; None if its outcome is final."""
         trial_id = running.trial.id
         if outcome.ok or running.canceled or trial_id == FULL_RUN_ID:
-            return None  # a second full-length run would delete the checkpoints of the first
+            return None  # for a full-length run, a retry would delete the checkpoints
         if trial_id in self._retried:
             self._same_alone.add(outcome.message)
             return None
@@ -118,13 +118,13 @@ class Retries:
         return RetryReason.ALONE if is_of_port or is_of_device(outcome) else None
 
     def final(self, running: Running, outcome: Outcome) -> Outcome:
-        """Return the final outcome, with warnings about an earlier attempt."""
+        """Return a trial's final outcome, with warnings about retries and about slow starts."""
         warnings = list(outcome.warnings)
         reason = self._retried.get(running.trial.id)
         if reason is RetryReason.METHOD and outcome.ok:
             self._known_method = running.method
             warnings.append(_WARNINGS[running.method])
-        elif reason is RetryReason.METHOD:  # the method was not the fault
+        elif reason is RetryReason.METHOD:  # the retry failed as well: restore the method
             self.method = self._known_method
         elif reason is RetryReason.SEGMENTS and outcome.ok:
             warnings.append(NO_SEGMENTS)
@@ -136,11 +136,11 @@ class Retries:
         return replace(outcome, warnings=tuple(warnings))
 
     def _next_method(self, running: Running, outcome: Outcome) -> StartMethod | None:
-        """Return the next method to start the ranks of a failed trial; None without a reason.
+        """Return the method by which a failed trial runs again; None if another would not help.
 
-        Any error of the very first trial is retried, because some libraries cannot be forked;
-        later, only CUDA's errors about forks. If a rank fails before the engine where the user's
-        command did not, the command runs again.
+        For a first trial (`_is_first`) it is FRESH after any error, as some libraries cannot be
+        forked, but COMMAND if it failed before `deepspeed.initialize`, which the user's command
+        reached. For others it is FRESH after errors that forks cause: CUDA's, SIGABRT, SIGSEGV.
         """
         if outcome.kind is not OutcomeKind.ERROR:
             return None
@@ -152,13 +152,13 @@ class Retries:
         return StartMethod.FRESH if StartMethod.FRESH in later and (of_fork or is_first) else None
 
     def _is_first(self, running: Running) -> bool:
-        """Return whether no rank that dsat started has trained yet."""
+        """Return whether a trial profiles, or tests whether dsat can replace the user's command."""
         has_command = self._methods[-1] is StartMethod.COMMAND
         return running.trial.profiles or (has_command and not self._is_proven)
 
 
 def is_of_device(outcome: Outcome) -> bool:
-    """Return whether a trial failed because of a device or its driver."""
+    """Return whether a trial failed with an error of a device or its driver."""
     text = f"{outcome.message}\n{outcome.detail}"
     return outcome.kind is OutcomeKind.ERROR and _has_part_of(text, _OF_DEVICES)
 

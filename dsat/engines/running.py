@@ -1,4 +1,4 @@
-"""Running trials."""
+"""Running trials: their state, time limits, and log of slow activities."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class ListeningClock:
-    """Counts the seconds in which this process could listen: neither stopped nor busy."""
+    """Clock that advances 20 s at most per reading, to skip times when dsat was stopped or busy."""
 
     def __init__(self) -> None:
         self._read_s = time.monotonic()
@@ -40,13 +40,13 @@ class Running:
     """A running trial.
 
     Attributes:
-        shares: its devices on each host.
-        method: by which its ranks were started.
-        alone: whether its hosts run no other trial.
+        shares: devices of the trial on each host, in the order of its ranks.
+        method: how its ranks were started.
+        alone: whether its hosts must not run another trial.
         clock: measures its time limit.
-        beside: whether another trial ran at the same time.
-        ended: reports of supervisors on the end of its ranks, by host.
-        lost: which host it lost, and how; empty if none.
+        beside: whether another trial or a simulation ran at the same time.
+        ended: messages "ended" of supervisors, by host.
+        lost: message on the host that it lost; empty if none.
     """
 
     start: Start
@@ -83,7 +83,7 @@ class Running:
 
 
 def find_overdue(running: Collection[Running], limit_s: float) -> tuple[list[Running], float]:
-    """Mark and return overdue trials; also return the time left for the others."""
+    """Mark and return overdue trials; also return the seconds until the next is overdue."""
     overdue, left_s = [], [math.inf]
     for each in running:
         if each.timed_out or each.trial.id in (FULL_RUN_ID, SIMULATION_ID):
@@ -100,10 +100,10 @@ class ActivityLog:
     """Log of slow activities of trials, with the elapsed time."""
 
     def __init__(self) -> None:
-        self._next_s: dict[str, float] = {}  # when each is logged again, by its duration
+        self._next_s: dict[str, float] = {}  # duration at which each is logged again
 
     def write(self, running: Collection[Running]) -> None:
-        """Log new phases, and those that last long."""
+        """Log activities that have lasted 5 s, and again every 30 s."""
         for name, activity, duration_s in _slow_activities(running):
             text = f"{name}: {activity}" if name else activity
             if text not in self._next_s:
@@ -115,9 +115,9 @@ class ActivityLog:
 
 
 def _slow_activities(running: Collection[Running]) -> Iterator[tuple[str, str, float]]:
-    """Yield slow activities of trials, with the trial's name and the duration.
+    """Yield a trial's name, its activity and the duration in seconds, if that is long.
 
-    The user's own command, which begins the run, has no name.
+    The name is empty for the user's own command, which begins the run.
     """
     for each in running:
         path = each.folder / ACTIVITY_FILE

@@ -1,4 +1,4 @@
-"""Placement of trials: free slots, lost hosts, devices that fail."""
+"""Placement of trials: free slots, lost hosts, device errors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MAX_DEVICE_ERRORS = 2
 
 
 class Slots:
-    """Slots of hosts with equal numbers.
+    """Slots of hosts that have equal numbers of slots.
 
-    A trial gets slots of one host, or whole hosts if it needs more. `needed` is the number per
-    trial; `lost` says by host why it is not used any more.
+    A trial gets slots of one host, or whole hosts if it needs more. `needed` is the number of slots
+    of a trial; `lost` has the reason why a host is not used any more, by host.
     """
 
     def __init__(self, hosts: Sequence[Host], needed: int) -> None:
@@ -39,9 +39,9 @@ class Slots:
     def find_room(
         self, start: Start, running: Collection[Running], *, alone: bool
     ) -> tuple[Share, ...] | None:
-        """Reserve slots for a trial; return None without room.
+        """Reserve slots for a trial; return None if there are too few.
 
-        With `alone`, no other trial may run on its hosts.
+        With `alone`, no other trial may run on its hosts. A simulation needs no slots.
         """
         if start.simulation_folder is not None:
             return (Share(0, self._hosts[0], ()),)
@@ -52,7 +52,7 @@ class Slots:
         return self._take(without=taken)
 
     def _take(self, *, without: Collection[int]) -> tuple[Share, ...] | None:
-        """Reserve free slots on the hosts with the fewest to spare; return None without room."""
+        """Reserve slots on the fullest hosts that have room; return None if there are too few."""
         count = min(self.needed, self._per_host)
         fitting = [
             host
@@ -77,7 +77,7 @@ class Slots:
                 self._free[share.index] |= set(share.slots)
 
     def lose(self, host: int, reason: str) -> str:
-        """Remove a host for the rest of the run; return a line for people."""
+        """Remove a host for the rest of the run; return a message about it."""
         self.lost[host] = reason
         self._free[host] = set()
         name = self._hosts[host].name
@@ -85,7 +85,7 @@ class Slots:
         return self._new_losses[-1]
 
     def pop_losses(self) -> list[str]:
-        """Return lines about the hosts that were lost since the last call."""
+        """Return messages about the hosts that were lost since the last call."""
         found, self._new_losses = self._new_losses, []
         return found
 
@@ -108,7 +108,7 @@ class DeviceErrors:
     """Counts device errors since the last success; the second ends the run.
 
     Attributes:
-        failure: why the run ends; empty if it goes on.
+        failure: why the run must end; empty if it may continue.
     """
 
     def __init__(self) -> None:
@@ -121,6 +121,6 @@ class DeviceErrors:
             self.failure = f"device errors ended two attempts: {outcome.message}"
 
     def check(self) -> None:
-        """Raise EngineError if the run ends."""
+        """Raise EngineError if device errors end the run."""
         if self.failure:
             raise EngineError(f"{self.failure}. Check the devices, then continue with --resume.")

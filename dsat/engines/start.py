@@ -1,4 +1,4 @@
-"""Requested start of a trial's ranks."""
+"""Requests to start a trial's ranks, and the options for it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dsat.values import parallelism, zero_strategy
 from dsat.values.parallelism import DATA_ONLY
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
-# Of what is no trial of the search.
+# Ids of runs that are not trials of the search.
 FULL_RUN_ID = -1
 SIMULATION_ID = -3
 
 
 class StartMethod(enum.Enum):
-    """Methods to start ranks; each runs the user's program behind dsat's hook."""
+    """Methods to start ranks; all but FORKED load dsat's hook in the user's processes."""
 
     FORKED = "forked from the supervisor"
     FRESH = "the same program in fresh processes, where forks fail"
@@ -30,7 +30,7 @@ class StartMethod(enum.Enum):
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """Options of running and measuring trials."""
+    """Options for running and measuring trials; `cold` rules out FORKED."""
 
     trial: TrialOptions
     cold: bool = False
@@ -43,10 +43,10 @@ class Start:
 
     Attributes:
         meter: what to measure; None for a run that is not measured.
-        simulation_folder: folder of questions if the script only runs for simulations.
+        simulation_folder: folder of questions and answers if this is a simulation; else None.
         own_ranks: for the run's first trial, the user's unchanged command: the number of processes
             to start, 0 if the command starts its ranks itself. None for all other trials.
-        alone: no other trial may run at all, because this one failed beside others.
+        alone: no other trial may run at the same time, because this is a retry.
     """
 
     trial: Trial
@@ -62,10 +62,10 @@ class Start:
 
 
 def make_simulation_trial(own: Mapping[str, Any], script_args: Mapping[str, Any]) -> Trial:
-    """Return a trial, on a single rank, by which the script's model is simulated.
+    """Return a trial with a single rank, in which the script's model is simulated.
 
-    It is of stage 0, or of stage 3 if the user's configuration `own` is: a script may open
-    `zero.Init` in stage 3 only.
+    Its stage is 3 if the user's configuration `own` has stage 3, else 0: a script may enter
+    `zero.Init` only in stage 3.
     """
     batch = BatchTriple(CAPTURED_MICRO_BATCH, CAPTURED_MICRO_BATCH, 1)
     alone = {} if parallelism.of_config(own) == DATA_ONLY else DATA_ONLY.settings

@@ -1,4 +1,4 @@
-"""Builder of starts: a trial's folder, and the requests to supervisors that start its ranks."""
+"""Builder of a trial's folder, and of the requests to supervisors that start its ranks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ from dsat.values.files import PRIVATE_FOLDER, remove, write_atomically
 from dsat.values.text import assignment, hide_secrets_in_words
 from dsat.values.trial import Trial
 
-# How long processes may go on after the trial's end.
+# How long ranks may run after another rank has ended with status 0.
 LINGER_S = 20.0
 _SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 _SHOWN_TO_SCRIPTS = frozenset(
@@ -70,10 +70,10 @@ _SHOWN_TO_SCRIPTS = frozenset(
 
 @dataclass(frozen=True)
 class StartBuilder:
-    """Builder of starts, with what all trials of a run share.
+    """Builder of the starts of a run's trials, with what they share.
 
     Attributes:
-        program: its entrypoint, taken apart.
+        program: the parsed entrypoint of the experiment.
     """
 
     experiment: Experiment
@@ -92,7 +92,7 @@ class StartBuilder:
         return Start(trial, self.run / TRIALS_FOLDER / trial.name, meter)
 
     def simulation(self, messages: Path, script_args: Mapping[str, Any]) -> Start:
-        """Return the start of the script for simulations."""
+        """Return the start of the script for simulations of its model."""
         trial = make_simulation_trial(self.experiment.base_config, script_args)
         return Start(trial, self.run / "simulation", None, messages)
 
@@ -104,12 +104,12 @@ class StartBuilder:
     ) -> Mapping[int, Mapping[str, Any]]:
         """Write a trial's folder; return the requests that start its ranks, by host.
 
-        `shares` come in the order of their ranks.
+        `shares` must be in the order of the ranks.
         """
         folder = start.folder
         config, program = self.config_of(start), self.program
         if not start.is_own:
-            remove(folder)  # left when dsat was killed
+            remove(folder)  # left by an earlier attempt, or when dsat was killed
             folder.mkdir(mode=PRIVATE_FOLDER, parents=True)
             trial, path = start.trial, folder / CONFIG_FILE
             swap = leftovers.choose_swap_folders(config, self.run, trial.name)
@@ -140,7 +140,7 @@ class _Plan:
 
     Attributes:
         program: entrypoint with the trial's configuration.
-        ports: three ports of the first host.
+        ports: three ports, free on this machine, that are used on the first host of the trial.
     """
 
     builder: StartBuilder
@@ -156,13 +156,13 @@ class _Plan:
         start, experiment, options = self.start, self.builder.experiment, self.builder.options
         trial, meter, messages = start.trial, start.meter, start.simulation_folder
         hparams = trial_hparams(experiment.hparams, trial.overrides)
-        # What else is there may hold credentials, which no file of ours should.
+        # Other keys may hold credentials, which dsat must not write to files.
         config = {k: v for k, v in experiment.config.items() if k in _SHOWN_TO_SCRIPTS}
         length = length_of_full_run(config)
         if meter is not None:
             hparams[ds_config.DSAT_MODE_KEY] = True
             length = length_in_units(meter.longest, config, trial.batch)
-        if meter is not None or messages is not None:  # no training in full length
+        if meter is not None or messages is not None:  # not a full-length run
             config["searcher"] = {**dict(config.get("searcher") or {}), "name": "custom"}
         is_cpu, memory_bytes = self._machine.is_cpu, options.trial.slot_memory_bytes
         devices = self._machine.devices_of(self.shares[0].slots or (0,))
@@ -214,14 +214,14 @@ class _Plan:
                 "fork": self.method is StartMethod.FORKED,
                 "starts_ranks": not self._is_command,
                 "linger_s": None if is_full_run else LINGER_S,
-                # The user's command is not needed any more once there is a result.
+                # The user's command can end once there is a result.
                 "done": DONE_FILE if self._is_command and not is_full_run else None,
                 "swap": [] if self.start.is_own else leftovers.swap_folders(self.config),
             }
         return found
 
     def changes(self) -> dict[str, Any]:
-        """Return changed arguments and variables, compared with the command's first run."""
+        """Return the arguments and variables that differ from the command's first run."""
         before, wanted = self.builder.program, self.program
         names = [n for n, value in before.env.items() if wanted.env.get(n) != value]
         changed = {n: value for n, value in wanted.env.items() if before.env.get(n) != value}
@@ -233,7 +233,7 @@ class _Plan:
         }
 
     def command_text(self) -> str:
-        """Return the command of each rank for a shell."""
+        """Return shell commands that repeat the trial, with secrets hidden."""
         change = f"cd {shlex.quote(str(self._cwd))}"
         words = self._command(0) if self._is_command else self.program.command()
         shown = shlex.join(hide_secrets_in_words(words))
@@ -255,7 +255,7 @@ class _Plan:
         return "\n".join([*lines, change, " &\n".join(texts)]) + "\n"
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return the variables of a rank or of the user's command, without the hook's."""
+        """Return the variables of a rank or the user's command; its PYTHONPATH lacks the hook."""
         builder, share = self.builder, self.shares[rank // self._ranks_per_host]
         is_command = self._is_command
         env = {
@@ -271,12 +271,12 @@ class _Plan:
             env |= self.program.env
         if not is_command or self.start.own_ranks:
             env |= self._variables_of_launcher(rank)
-        elif not self.start.is_own:  # for a command that does not choose them itself
+        elif not self.start.is_own:  # for a command that does not set them itself
             env |= {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(self.ports[0])}
         if not self.start.is_own:
             env["DS_ACCELERATOR"] = self._machine.accelerator
         if is_command and (self.start.is_own or self.start.meter is not None):
-            # What a launcher's process adds would be recorded as the user's own.
+            # If the hook set these in a launcher, they would be recorded as variables of the user.
             env |= variables_off(self._folder)
         if is_command:
             env |= make_command_settings(self._machine, env)
@@ -285,7 +285,7 @@ class _Plan:
             ranks = self._ranks_per_host
             env |= make_rank_settings(self._machine, self.program, self.config, ranks, env)
         if self.method is StartMethod.FRESH and self._limits_memory:
-            # The limit comes with the first model.
+            # The memory limit itself is set before the first model is built.
             env |= {name: str(value) for name, value in MALLOC_VARIABLES.items()}
         return env | accelerate_env.make_parallelism_variables(env, self.config, self._ranks)
 
@@ -317,7 +317,7 @@ class _Plan:
         env = self.environment(first + local)
         if self.method is not StartMethod.FORKED:
             paths = [str(self._folder / HOOK_FOLDER), env.get("PYTHONPATH"), str(self._packages)]
-            if self.builder.experiment.includes:  # a script that is a link has other neighbours
+            if self.builder.experiment.includes:  # the script may be a link to another folder
                 paths.insert(2, str(self._cwd))
             env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         is_bound = not self._is_command or self._machine.is_cpu
@@ -362,7 +362,7 @@ class _Plan:
 
     @property
     def _machine(self) -> Machine:
-        """The machine of any host; all are alike."""
+        """Machine of the first host; all are alike."""
         return self.shares[0].host.machine
 
     @property
@@ -375,7 +375,7 @@ class _Plan:
 
     @property
     def _addresses(self) -> list[str]:
-        """Addresses of the hosts; loopback if there is one."""
+        """Addresses of the hosts; loopback if there is only one."""
         if len(self.shares) == 1:
             return [ADDRESS]
         return [share.host.address for share in self.shares]

@@ -1,4 +1,4 @@
-"""Supervisors of all hosts, and the engine's end of their protocol."""
+"""Supervisors of all hosts, and the engine's side of their protocol."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dsat.values.files import PRIVATE_FILE, digest
 
 _log = logging.getLogger(__name__)
 # Modules that `deepspeed.initialize` and the first steps import on demand (deepspeed 0.19.8: 1,512
-# modules, 2.2 s); imported once here instead of in every rank.
+# modules, 2.2 s); a supervisor imports them once instead of every rank.
 WARM_MODULES = (
     "psutil",
     "torch",
@@ -49,22 +49,22 @@ WARM_MODULES = (
 )
 LOST = "lost"
 PING_EVERY_S = 10.0
-# Longer than a host stalls that swaps, or whose files come over a slow network.
+# Longer than a host may stall because it swaps or reads files over a slow network.
 SILENT_AFTER_S = 60.0
 _WARM_UP_LIMIT_S = 300.0
 _LOOK_LIMIT_S = 60.0
 _END_LIMIT_S, _TERMINATE_LIMIT_S = 20.0, 5.0
 
 _Messages = list[tuple[int, dict[str, Any]]]
-# In Python 3.10 a `SimpleQueue` may wait for ever where a timeout is 0.
+# A `SimpleQueue` of Python 3.10 may wait for ever with a timeout of 0.
 _Inbox = queue.Queue[tuple[int, dict[str, Any] | None]]
 
 
 class Supervisors:
     """Starts a supervisor on each host, and exchanges messages with all of them.
 
-    `env` are the user's variables, for modules that are imported in advance. `locks` are those
-    that compilers of the trials make.
+    `env` has the user's variables, which preloaded modules may read. `locks` are the lock files of
+    compilers that trials start.
     """
 
     def __init__(self, hosts: Sequence[Host], folder: Path, *, env: Mapping[str, str]) -> None:
@@ -84,15 +84,15 @@ class Supervisors:
             self._clients[host].send(request)
 
     def receive(self, timeout_s: float) -> _Messages:
-        """Return messages with their hosts; wait at most this long for one.
+        """Return messages with their hosts; if there are none, wait up to `timeout_s` for one.
 
-        The last message of a host whose supervisor is gone, or of one of several hosts that fell
-        silent, is {"event": "lost", "reason": text}.
+        The last message of a host is {"event": "lost", "reason": text}: if its supervisor ended or,
+        with several hosts, did not answer in time.
         """
         if self._kept:
             kept, self._kept = self._kept, []
             return kept
-        if len(self._hosts) == 1:  # its trials could run nowhere else: it may take its time
+        if len(self._hosts) == 1:  # trials could run nowhere else, so there is no limit
             return self._read(timeout_s)
         found = self._read(min(timeout_s, max(0.0, self._ping_at_s - time.monotonic())))
         if time.monotonic() >= self._ping_at_s:
@@ -101,9 +101,9 @@ class Supervisors:
         return found
 
     def check_files(self, folder: Path, files: Sequence[Path]) -> None:
-        """Check that all hosts share the run's folder, and have the same files as this machine.
+        """Raise EngineError unless all hosts share the run's folder and have the same files.
 
-        Raises EngineError if not.
+        `folder` must exist on each; `files` must be the same as on this machine.
         """
         token = secrets.token_hex()
         seen = self._folder / f".seen-{token[:8]}"
@@ -131,10 +131,10 @@ class Supervisors:
                     )
 
     def warm_up(self, modules: Sequence[str] = ()) -> str:
-        """Import the modules that ranks need, and `modules`; no trial may be running.
+        """Make supervisors import `WARM_MODULES` and `modules`; no trial may be running.
 
-        If a supervisor can no longer fork afterwards, all restart without `modules`. Returns why
-        ranks cannot be forked even so; empty if they can be.
+        If one can no longer fork afterwards, all restart and import `WARM_MODULES` alone. If one
+        still cannot, all restart without imports, and the reason is returned; else an empty text.
         """
         reason = ""
         which = "your script's libraries" if modules else "torch and DeepSpeed"
@@ -156,7 +156,7 @@ class Supervisors:
         return reason
 
     def close(self) -> None:
-        """End the supervisors and everything that they started."""
+        """End the supervisors and all that they started; remove the locks of killed compilers."""
         for client in self._clients.values():
             client.ask_to_end()
         try:
@@ -198,9 +198,9 @@ class Supervisors:
         return found
 
     def _ping(self) -> _Messages:
-        """Ask hosts for signs of life; give up those that left too many requests unanswered.
+        """Ping all hosts; give up those that left too many pings unanswered.
 
-        Requests are counted, not seconds, because a stopped or busy process hears nobody.
+        Pings are counted instead of seconds, as this process itself may have been stopped or busy.
         """
         most = SILENT_AFTER_S / PING_EVERY_S
         silent = [host for host, client in self._clients.items() if client.unanswered >= most]
@@ -212,10 +212,7 @@ class Supervisors:
         return lost
 
     def _abandon(self, host: int, reason: str) -> tuple[int, dict[str, Any]]:
-        """Give up a silent host; return its last message.
-
-        Its supervisor ends its trials when it sees the end of its requests.
-        """
+        """Give up a silent host, whose supervisor then ends its trials; return a LOST message."""
         self._clients[host].kill()
         self._drop(host)
         return host, {"event": LOST, "reason": reason}
@@ -232,8 +229,8 @@ class Supervisors:
     ) -> dict[int, dict[str, Any]]:
         """Return the answers of all hosts; keep other messages for `receive`.
 
-        A lost host gives none, and one that is slower than others is given up. Raises EngineError
-        if all are too slow.
+        Lost hosts have no answer. After `limit_s`, hosts without an answer are given up; raises
+        EngineError if no host has answered.
         """
         kept: _Messages = []
         answers: dict[int, dict[str, Any]] = {}
@@ -262,14 +259,14 @@ class Supervisors:
 class _Client:
     """Client of one supervisor.
 
-    One thread writes requests, since a host that is cut off takes none, and another reads answers
-    into the inbox, each with the host's number, and None at their end.
+    One thread writes requests, because that may block if the host is cut off. Another thread puts
+    answers with the host's number into the inbox, and None after the last one.
     """
 
     def __init__(
         self, number: int, host: Host, log: Path, env: Mapping[str, str], inbox: _Inbox
     ) -> None:
-        self.unanswered = 0  # requests for a sign of life since the last answer
+        self.unanswered = 0  # pings since the last answer
         self._requests = queue.SimpleQueue[Mapping[str, Any] | None]()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         with open(os.open(log, flags, PRIVATE_FILE), "ab") as file:
@@ -290,7 +287,7 @@ class _Client:
         self._requests.put(None)
 
     def wait_for_end(self) -> int:
-        """Wait for the end of the supervisor, insisting if necessary; return its exit status."""
+        """Wait for the end of the supervisor, or else kill it; return its exit status."""
         for insist, limit_s in (
             (self._process.terminate, _END_LIMIT_S),
             (self._process.kill, _TERMINATE_LIMIT_S),
@@ -316,12 +313,12 @@ class _Client:
         with self._process.stdout as stdout:
             for line in stdout:
                 _, mark, answer = line.partition(MARK)
-                if mark and answer.endswith(b"}\n"):  # one that is killed leaves half a line
+                if mark and answer.endswith(b"}\n"):  # a killed supervisor may leave half a line
                     inbox.put((number, json.loads(answer)))
         inbox.put((number, None))
 
 
 def _environment(accelerator: str, own: Mapping[str, str]) -> dict[str, str]:
-    # Neither asks CUDA for its devices, which would keep the process from forking.
+    # Keep torch and DeepSpeed from asking CUDA for its devices, after which no fork can use them.
     found = {**variables_with_dsat(own), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     return {**found, "DS_ACCELERATOR": accelerator} if accelerator else found

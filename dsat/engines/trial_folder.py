@@ -1,4 +1,4 @@
-"""Files in a trial's folder by which its processes find dsat, and folders beside it."""
+"""Folders of trials: dsat and its hook, logs, the working folder, folders that scripts create."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _log = logging.getLogger(__name__)
 COMMAND_FILE = "cmd.txt"
 PACKAGES_FOLDER = "packages"
 TRIALS_FOLDER = "trials"  # of a run's folder
-_END_BYTES = 64 * 2**10  # of a log
+_END_BYTES = 64 * 2**10  # of a log that are read
 
 
 def make_hook(folder: Path) -> None:
-    """Make the folders by which the user's Python processes find dsat and its hook.
+    """Make the folders from which the user's Python processes import dsat and its hook.
 
-    An interpreter of another environment must not see what is installed beside dsat.
+    An interpreter of another environment must not find other packages of dsat's environment there.
     """
     own = folder / HOOK_FOLDER
     for place, module in ((folder / PACKAGES_FOLDER, dsat), (own / SPARE_FOLDER, wrapt)):
@@ -42,20 +42,20 @@ def remove_hook(folder: Path) -> None:
 
 
 class CreatedFolders:
-    """Folders that scripts of trials have created outside of the trials' folders."""
+    """Folders that the scripts of trials created outside of the trials' folders."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
         self._logged: set[str] = set()
 
     def add(self, folder: Path) -> None:
-        """Add the folders that an ended trial has created."""
+        """Add the folders that the script of an ended trial created."""
         self._names += read_created(folder)
 
     def remove_empty(self) -> None:
-        """Remove empty folders, the last created first; log the outermost of those that stay."""
+        """Remove the empty folders, the newest first; log once the outermost of the others."""
         for name in reversed(self._names):
-            with contextlib.suppress(OSError):  # it holds something, or is gone
+            with contextlib.suppress(OSError):  # it is not empty, or is gone
                 os.rmdir(name)
         left = {name for name in self._names if os.path.isdir(name)}
         self._names.clear()
@@ -66,13 +66,13 @@ class CreatedFolders:
 
 
 def log_files(cross_rank: int) -> list[str]:
-    """Return the log files of a host's ranks: two hosts cannot append to the same file."""
+    """Return the names of the logs of a host's ranks; two hosts cannot append to one file."""
     part = f"-{cross_rank}" if cross_rank else ""
     return [f"stdout{part}.log", f"stderr{part}.log"]
 
 
 def read_end(log: Path) -> list[str]:
-    """Return the last lines of a log; none if it cannot be read."""
+    """Return the lines of the last 64 KiB of a log; none if it cannot be read."""
     with contextlib.suppress(OSError), open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - _END_BYTES))
         return file.read().decode(errors="replace").splitlines()
@@ -80,7 +80,7 @@ def read_end(log: Path) -> list[str]:
 
 
 def working_folder(experiment: Experiment, folder: Path) -> Path:
-    """Return the model folder, or one with links to its files and the includes."""
+    """Return the model folder; if there are includes, one with links to its files and to them."""
     if not experiment.includes:
         return experiment.model_dir
     together = folder / "context"

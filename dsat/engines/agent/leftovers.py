@@ -1,4 +1,4 @@
-"""Leftovers of killed trials: processes, shared memory, swap folders, locks of compilers."""
+"""Clean-up after killed trials: processes, shared memory, swap folders, compiler locks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PORTS_FILE = "used-ports"
 _SAME_TIME_S = 1.0
 _ROUNDS, _PAUSE_S = 200, 0.02
 _OFFLOADED = ("offload_optimizer", "offload_param")
-_OLD_S = 15 * 60.0  # of a lock, whose compiler is long done
+_OLD_S = 15 * 60.0  # age of a lock whose compiler has surely ended
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -32,9 +32,9 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def end_processes(run: Path) -> list[int]:
-    """End processes of a run on this machine, and return them.
+    """Kill a run's processes on this machine, unlink its shared memory, and return the PIDs.
 
-    The caller holds the run's lock, and has ended its own supervisors.
+    The caller must hold the run's lock and have ended its supervisors.
     """
     run = run.resolve()
     ended: set[int] = set()
@@ -49,27 +49,27 @@ def end_processes(run: Path) -> list[int]:
         ended |= found
         time.sleep(_PAUSE_S)
     unlink_shared_memory(run / _PORTS_FILE)
-    with contextlib.suppress(OSError):  # the folder has turned read-only
+    with contextlib.suppress(OSError):  # the folder may have become read-only
         (run / _PORTS_FILE).unlink(missing_ok=True)
     return sorted(ended)
 
 
 def owner_mark() -> dict[str, str]:
-    """Return the variable that names this process in all processes that dsat starts.
+    """Return the variable that identifies this process in all processes that dsat starts.
 
-    It includes where the process number counts: boot of the machine, and PID namespace.
+    Its value holds the PID and, since PIDs recur, the boot ID, PID namespace and creation time.
     """
     process = psutil.Process()
     return {OWNER_VARIABLE: f"{_place_of(process.pid)} {process.pid} {process.create_time()}"}
 
 
 def end_orphans() -> list[int]:
-    """End processes that a dead dsat on this machine started; return them."""
+    """Kill processes of this PID namespace whose dsat has died; return their PIDs."""
     ended = set()
     for process, variables in _own_processes():
         with contextlib.suppress(psutil.Error, OSError, ValueError):
             place, owner, created = variables.get(OWNER_VARIABLE, "").rsplit(" ", 2)
-            # Numbers in another namespace say nothing here.
+            # A PID of another namespace means nothing here.
             is_here = place == _place_of(os.getpid()) == _place_of(process.pid)
             if is_here and not _is_process(int(owner), float(created)):
                 process.kill()
@@ -78,7 +78,7 @@ def end_orphans() -> list[int]:
 
 
 def _is_process(pid: int, created_s: float) -> bool:
-    """Return whether the process that began at a time still runs."""
+    """Return whether the process with this PID and creation time still runs."""
     try:
         return abs(psutil.Process(pid).create_time() - created_s) < _SAME_TIME_S
     except psutil.NoSuchProcess:
@@ -86,12 +86,12 @@ def _is_process(pid: int, created_s: float) -> bool:
 
 
 def _place_of(pid: int) -> str:
-    """Return the boot and the PID namespace of a process."""
+    """Return the boot ID of this machine and the PID namespace of a process."""
     return f"{_BOOT_ID.read_text().strip()} {os.readlink(f'/proc/{pid}/ns/pid')}"
 
 
 def _own_processes() -> Iterator[tuple[psutil.Process, Mapping[str, str]]]:
-    """Yield this user's processes with their variables, except this one and its ancestors."""
+    """Yield processes whose variables are readable, except this one and its ancestors."""
     above = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -103,16 +103,16 @@ def _own_processes() -> Iterator[tuple[psutil.Process, Mapping[str, str]]]:
 
 
 def note_port(run: Path, port: int) -> None:
-    """Note a port of a trial, for `end_processes` of a later process."""
+    """Record a trial's port, so that `end_processes` can unlink its shared memory later."""
     with open(run / _PORTS_FILE, "a", encoding="ascii") as file:
         file.write(f"{port}\n")
 
 
 def unlink_shared_memory(file: Path, *ports: int) -> None:
-    """Remove buffers of 66 MiB per rank that DeepSpeed's CPU backend never unlinks.
+    """Unlink the shared memory, 66 MiB per rank, that DeepSpeed's CPU backend leaves behind.
 
-    Their names contain the trial's port (csrc/cpu/comm/shm.cpp). Ports are read from the lines of
-    `file`, which may be missing and which scripts may write to.
+    Its name contains the trial's port (csrc/cpu/comm/shm.cpp). `file` lists more ports, one a line;
+    it may be missing, and scripts may have written other text to it.
     """
     lines = [str(port) for port in ports]
     with contextlib.suppress(OSError, ValueError):
@@ -128,12 +128,12 @@ def unlink_shared_memory(file: Path, *ports: int) -> None:
 
 
 def choose_swap_folders(config: Mapping[str, Any], run: Path, trial: str) -> dict[str, Any]:
-    """Return settings that make a DeepSpeed configuration swap to a folder of the trial's own.
+    """Return settings that make a trial swap to a folder of its own; empty without NVMe.
 
     DeepSpeed empties its swap folder when it starts, although other trials may use it (deepspeed
     0.19.8, runtime/swap_tensor/partitioned_param_swapper.py).
     """
-    # Folders of runs may have the same name in two projects.
+    # The name must be unique: runs of two projects, or on two hosts, may have equal names.
     place = f"{socket.gethostname()}:{run.resolve()}"
     name = f"dsat-{hashlib.sha256(place.encode()).hexdigest()[:12]}-{trial}"
     found = {
@@ -158,11 +158,11 @@ def _find_nvme_sections(config: Mapping[str, Any]) -> list[tuple[str, dict[str, 
 
 
 class CompilerLocks:
-    """Locks that killed processes left where DeepSpeed compiles operators.
+    """Lock files that killed processes leave where DeepSpeed compiles operators.
 
-    torch's lock is a file that exists or not (torch/utils/file_baton.py): all later processes wait
-    for ever for one that was killed while it compiled. A lock that was there before this began may
-    be of another user or container, whose processes cannot be seen.
+    torch's lock is held as long as its file exists (torch/utils/file_baton.py): once a compiling
+    process was killed, all later ones wait for ever. Locks older than this object are kept, because
+    a container may hold them, and its processes are invisible here.
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
@@ -177,7 +177,7 @@ class CompilerLocks:
                 )
 
     def remove(self) -> None:
-        """Remove locks that were made since this object, by processes that have ended."""
+        """Remove locks that are newer than this object and that no process holds."""
         for path, made_ns in self._times_ns().items():
             if made_ns != self._first.get(path) and not _is_open(path):
                 with contextlib.suppress(OSError):
@@ -194,7 +194,7 @@ class CompilerLocks:
 
 
 def _is_open(path: Path) -> bool:
-    """Return whether a living process holds a lock, which torch keeps open while it compiles."""
+    """Return whether a process has a lock file open, as torch does while it compiles."""
     target = os.path.realpath(path)
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -204,7 +204,7 @@ def _is_open(path: Path) -> bool:
 
 
 def _extensions_folder(env: Mapping[str, str]) -> Path:
-    """Folder of compiled operators (torch/utils/cpp_extension.py, torch/_appdirs.py)."""
+    """Return torch's folder of compiled operators (torch/utils/cpp_extension.py, _appdirs.py)."""
     given = env.get("TORCH_EXTENSIONS_DIR")
     cache = env.get("XDG_CACHE_HOME", str(Path(env.get("HOME") or home()) / ".cache"))
     return Path(given) if given else Path(cache) / "torch_extensions"

@@ -1,4 +1,4 @@
-"""Forked child of the supervisor that becomes a rank."""
+"""Forked child of the supervisor, which becomes a rank or the user's command."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from dsat.in_trial.hook import RANK_VARIABLE
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-# Signals that are for dsat: a terminal's, and those that Slurm sends before and at a time limit.
+# Signals meant for dsat itself: from a terminal, and from Slurm before and at a time limit.
 FOR_DSAT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def prctl(option: int, value: int) -> None:
-    """Set an attribute of this process."""
+    """Set an attribute of this process (`man prctl`)."""
     ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
 
 
@@ -37,22 +37,22 @@ def become_rank(
     parent: int,
     descriptors: Sequence[int],
 ) -> NoReturn:
-    """Run a rank in this process.
+    """Turn this process into a rank or the user's command.
 
     Args:
-        request: to launch a trial; see `dsat.engines.agent.supervisor`.
+        request: a launch request (`dsat.engines.agent.supervisor`); `rank` is one of its ranks.
         leader: process group of the trial; 0 for a new one.
     """
     status = 1
     try:
         os.setpgid(0, leader)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before it could be watched
+        if os.getppid() != parent:  # the supervisor died before PR_SET_PDEATHSIG took effect
             os._exit(status)
         signal.set_wakeup_fd(-1)
         for number in (signal.SIGCHLD, *FOR_DSAT):
             signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes have Ctrl-C blocked
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes block SIGINT
         for descriptor in descriptors:
             os.close(descriptor)
         folder = Path(request["folder"])
@@ -60,7 +60,7 @@ def become_rank(
             log = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(log, descriptor)
             os.close(log)
-        # If the host runs out of memory, it should end a trial rather than the tuner.
+        # If the host runs out of memory, the kernel should kill a trial rather than the tuner.
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("500")
         os.chdir(request["cwd"])
@@ -91,7 +91,7 @@ def _execute(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     except OSError as error:
         if error.errno != errno.ENOEXEC:
             raise
-        os.execve("/bin/sh", ["sh", *command], env)  # noqa: S606  # a script that names no shell
+        os.execve("/bin/sh", ["sh", *command], env)  # noqa: S606  # a script without a #! line
 
 
 def _run_forked(folder: Path, command: Sequence[str]) -> NoReturn:
@@ -103,7 +103,7 @@ def _run_forked(folder: Path, command: Sequence[str]) -> NoReturn:
 
     rank = rank_module.get_rank(folder, is_forked=True)
     try:
-        # A forked process has its parent's state, a fresh one would have a random one.
+        # Forks inherit the parent's random state, but each fresh process would have another one.
         random.seed()
         numpy.random.seed()
         install.begin(folder)
@@ -112,7 +112,7 @@ def _run_forked(folder: Path, command: Sequence[str]) -> NoReturn:
     except BaseException as error:
         rank.fail(error)
     rank.finish()
-    # A training run ends as a Python program does: threads joined, atexit functions called.
+    # A full-length run ends as every Python program does: join threads, call atexit functions.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     rank_module.leave(0)
@@ -126,9 +126,9 @@ def _run_program(words: Sequence[str]) -> None:
         sys.argv = list(words[1:])
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
-        # `__file__` is absolute, as Python has it: a script may change its folder, or spawn itself.
+        # Make `__file__` absolute, as Python does: a script may change folders, or spawn itself.
         script = os.path.abspath(words[0])
-        # Python looks beside the file itself; links to it may have their own neighbours, too.
+        # Python imports modules beside the real file; others may lie beside a link to it.
         beside = dict.fromkeys(map(os.path.dirname, (os.path.realpath(script), script)))
         sys.path[:0] = list(beside)
         sys.argv = list(words)

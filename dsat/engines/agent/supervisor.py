@@ -2,36 +2,36 @@
 
     python3 -m dsat.engines.agent.supervisor
 
-It takes requests as JSON lines on its standard input and answers on its standard output. After a
-request to warm up it has imported torch and DeepSpeed, and forks ranks that have them already; it
-must then do nothing that starts a thread or touches a device, because such a process cannot fork.
-Without it, a rank is a fresh Python process.
+It reads requests as JSON lines from standard input and writes answers to standard output. A "warm"
+request makes it import torch and DeepSpeed, so that ranks forked from it need not import them. From
+then on it must neither start a thread nor touch a device, because it could no longer fork. With
+"fork" false, a "launch" request starts fresh processes.
 
-No process of a trial outlives its trial or this process, and this process ends as soon as its
-standard input does: dsat may be killed at any time.
+No process of a trial outlives the trial or the supervisor. The supervisor ends when its standard
+input does, because dsat may be killed at any time.
 
 Requests:
     {"op": "warm", "modules": [...],
-     "device": variables by which a process sees one device}
+     "device": variables that limit a process to one device}
     {"op": "launch", "trial": id, "folder": path, "cwd": path, "port": n,
-     "fork": whether ranks run Python's program in a fork of this process,
-     "starts_ranks": whether each process is a rank, and not a command that starts them,
+     "fork": whether ranks run their Python program in a fork of the supervisor,
+     "starts_ranks": whether the processes are ranks; else a command starts the ranks,
      "ranks": [{"env": {...}, "cores": [...], "command": [...]}],
-     "swap": [folders on NVMe of this trial alone, which are removed in the end],
+     "swap": [folders on NVMe that only this trial uses; removed at its end],
      "logs": [name, name] of their standard output and standard error,
-     "linger_s": how long ranks may go on after one has ended well, or null,
-     "done": optional name of a file in the folder: the trial is ended once it is there}
+     "linger_s": seconds that ranks may run after one has ended with status 0; null: no limit,
+     "done": name of a file in the folder, or null: the trial is killed soon after it appears}
     {"op": "kill", "trial": id, "grace_s": seconds in which it may end by itself}
     {"op": "look", "files": [path, ...], "folder": path}
     {"op": "ping"}
 Answers, each after `MARK`:
     {"event": "warm", "reason": why ranks cannot be forked; empty if they can be}
-    {"event": "look", "digests": [of each file, empty if it cannot be read],
-     "is_folder": whether the folder is there, "pid": of this process}
+    {"event": "look", "digests": [one for each file; empty if it cannot be read],
+     "is_folder": whether the folder exists, "pid": of the supervisor}
     {"event": "pong"}
     {"event": "ended", "trial": id, "statuses": [exit status or -signal by rank],
-     "killed": [whether this process killed it, by rank]}
-This process also ends if a rank cannot be killed: no other trial may have its device.
+     "killed": [whether the supervisor killed it, by rank]}
+The supervisor also ends if a rank cannot be killed, so that no other trial gets its device.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ from dsat.in_trial.hook import TRIAL_VARIABLE
 from dsat.in_trial.rank_files import PORTS_FILE
 from dsat.values.files import digest
 
-# Before each answer: a login on another host may print anything.
+# Precedes each answer, because a login shell on another host may print anything.
 MARK = b"dsat-answer "
-# A rank that sees another one fail ends by itself soon; its own report may say more.
+# After a rank fails, the others soon fail, too; their reports may explain more.
 GRACE_AFTER_FAILURE_S = 0.3
-# A killed process ends when its last call into the kernel returns; that of a driver may never.
+# A killed process ends when its last system call returns; a call of a driver may never return.
 _STUCK_AFTER_S = 60.0
 _GONE_WITHIN_S = 2.0
-_TRACKED_WITHIN_S = 10.0  # a resource tracker unlinks what it knows, also on a busy host
+_TRACKED_WITHIN_S = 10.0  # enough for a resource tracker to unlink everything on a busy host
 _LOOK_FOR_FILES_EVERY_S = 0.05
 
 
@@ -107,7 +107,7 @@ class Supervisor:
         self._helpers = set[int]()  # processes that imports have started, such as a tracker
         self._selector = selectors.DefaultSelector()
         self._buffer = b""
-        # The protocol gets descriptors of its own, so that nothing a library prints can break it.
+        # The protocol uses copies of the descriptors, so that prints of libraries cannot break it.
         self._requests = os.dup(0)
         self._answers = os.dup(1)
         null = os.open(os.devnull, os.O_RDWR)
@@ -126,7 +126,7 @@ class Supervisor:
         prctl(PR_SET_CHILD_SUBREAPER, 1)
 
     def run(self) -> None:
-        """Serve until the standard input ends; then kill all trials."""
+        """Serve until standard input ends or a rank cannot be killed; then kill all trials."""
         try:
             while True:
                 for key, _ in self._selector.select(self._timeout_s()):
@@ -141,10 +141,10 @@ class Supervisor:
                     sys.stderr.write("dsat: a rank waits for a driver, and cannot be ended\n")
                     return
         finally:
-            until = time.monotonic() + _TRACKED_WITHIN_S  # for all of them
+            until = time.monotonic() + _TRACKED_WITHIN_S  # one deadline for all trials
             for group in list(self._groups.values()):
                 self._kill(group, until)
-            # Trackers end with what they track, and with this process.
+            # Resource trackers end by themselves, at the latest after this process.
             _kill_until_gone(
                 lambda: {pid for pid in _descendants([os.getpid()]) if not _is_tracker(pid)}
             )
@@ -165,7 +165,7 @@ class Supervisor:
     def _handle(self, request: Mapping[str, Any]) -> None:
         op = request["op"]
         if op == "warm":
-            # During imports the end of the requests is not noticed.
+            # During imports this process does not notice the end of standard input.
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
             reason = warm_up(request["modules"], request["device"])
             prctl(PR_SET_PDEATHSIG, 0)
@@ -187,7 +187,7 @@ class Supervisor:
             self._answer({"event": "pong"})
 
     def _answer(self, message: Mapping[str, Any]) -> None:
-        # Without a reader the requests end as well, and with them this process.
+        # If dsat no longer reads, standard input ends as well, and then this process.
         with contextlib.suppress(BrokenPipeError):
             os.write(self._answers, MARK + json.dumps(message).encode() + b"\n")
 
@@ -235,7 +235,7 @@ class Supervisor:
             self._end(group, grace_s)
 
     def _finish(self, group: _Group) -> None:
-        """Kill what is left of a trial, delete its temporary files, then report its end."""
+        """Kill the remaining processes of a trial, delete its temporary files, report its end."""
         del self._groups[group.trial]
         _kill_until_gone(lambda: group.descendants | self._strays(group))
         group.remove_leftovers()
@@ -278,10 +278,10 @@ class Supervisor:
         _kill_until_gone(lambda: group.descendants | self._strays(group), until)
 
     def _strays(self, ended: _Group) -> set[int]:
-        """Return orphans of an ended trial, which this subreaper inherited."""
+        """Return orphans of a trial, which this subreaper adopted, and their descendants."""
         ranks = {pid for group in (ended, *self._groups.values()) for pid in group.pids}
         strays = _descendants([os.getpid()], recursive=False) - ranks - self._helpers
-        if self._groups:  # which may have left some as well
+        if self._groups:  # other trials may have left orphans, too
             strays = {pid for pid in strays if _started_by(pid, ended.folder)}
         return strays | _descendants(strays)
 
@@ -295,7 +295,7 @@ class Supervisor:
 
 
 def _descendants(pids: Iterable[int], *, recursive: bool = True) -> set[int]:
-    """Return the descendants of processes, in all process groups."""
+    """Return the descendants of processes, in any process group; children unless `recursive`."""
     found: set[int] = set()
     for pid in pids:
         with contextlib.suppress(psutil.Error):
@@ -328,11 +328,11 @@ def _kill_all(pids: Collection[int]) -> None:
 
 
 def _kill_until_gone(find: Callable[[], set[int]], until: float = math.inf) -> None:
-    """Kill processes, and wait until they are gone; not for long if they are stuck.
+    """Kill the processes that `find` returns; wait until they are gone, or 2 s if they are stuck.
 
-    Python's resource trackers end by themselves once they have unlinked the others' shared memory,
-    because ranks leave without clean-up. They are killed at `until`. `find` also returns processes
-    that appear only when others end.
+    Python's resource trackers are killed later, at `until` or after 10 s: they unlink the shared
+    memory of ranks, which exit without clean-up, and then end by themselves. `find` is called
+    repeatedly, because some processes become orphans only when others end.
     """
     tracked_until = min(until, time.monotonic() + _TRACKED_WITHIN_S)
     deadline, left = time.monotonic() + _GONE_WITHIN_S, set[int]()
@@ -357,8 +357,8 @@ def _is_gone(pid: int) -> bool:
 
 if __name__ == "__main__":
     if not getattr(sys.flags, "safe_path", False):  # Python 3.10 has no PYTHONSAFEPATH
-        del sys.path[0]  # the current folder, which is not the user's program's
+        del sys.path[0]  # the current folder, whose modules must not shadow others
     Supervisor().run()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # an orderly end takes the interpreter a second and more, with torch in it
+    os._exit(0)  # with torch imported, a regular exit takes a second or more

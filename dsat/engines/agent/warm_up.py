@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 
 from dsat.in_trial.adapters import install as adapters
 
-# jemalloc's own handlers restart it after a fork (`background_thread_prefork0`); pyarrow, which
-# pandas imports, brings it.
+# jemalloc, which pandas imports with pyarrow, stops this thread before a fork and restarts it
+# afterwards (`background_thread_prefork0`).
 _THREADS_THAT_MAY_FORK = frozenset({"jemalloc_bg_thd"})
 _STARTED_THREADS = (
     "importing {modules} started threads, and then no process can be forked. The library may have "
@@ -29,16 +29,16 @@ _THREADS_END_WITHIN_S = 2.0
 
 
 def warm_up(modules: Sequence[str], device: Mapping[str, str]) -> str:
-    """Import modules; return why ranks can no longer be forked, empty if they can.
+    """Import modules; return why ranks cannot be forked afterwards, empty if they can be.
 
     Args:
-        device: variables by which a process sees one device.
+        device: variables that limit a process to one device.
     """
     adapters.install()
     import numpy  # noqa: F401
 
-    # Older torch starts inductor's workers at its import (`_inductor/async_compile.py` of 2.7.1).
-    os.environ["TORCH_WARM_POOL"] = "0"  # ranks have variables of their own
+    # Older torch starts inductor's workers when imported (`_inductor/async_compile.py`, 2.7.1).
+    os.environ["TORCH_WARM_POOL"] = "0"  # ranks do not inherit this variable
     # OpenBLAS starts its threads when numpy is imported, and ends them itself before a fork.
     threads_before = _num_threads()
     starters = _Starters()
@@ -83,7 +83,7 @@ class _Starters:
         self._class.start = self._start
 
     def note_native(self, module: str) -> None:
-        """Record a module if its import left more threads."""
+        """Record a module if its import increased the number of threads."""
         before, self._count = self._count, _num_threads()
         if self._count > before:
             self._native.append(module)
@@ -94,7 +94,7 @@ class _Starters:
 
 
 def _importing_module() -> str:
-    """Return the module whose import calls this; empty without one."""
+    """Return the name of the module whose import is the innermost caller; empty without one."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "<module>":
         frame = frame.f_back
@@ -102,9 +102,9 @@ def _importing_module() -> str:
 
 
 def _check_fork_safe(accelerator: str, device: Mapping[str, str]) -> str:
-    """Return why a forked process cannot use a device; empty if it can.
+    """Return why a forked process cannot use a device; empty if it can, or on a CPU.
 
-    Imports may break that silently; asking for the number of devices is enough.
+    An import can silently prevent it, for example by asking for the number of devices.
     """
     if accelerator == "cpu" or "torch" not in sys.modules:
         return ""
@@ -118,7 +118,7 @@ def _check_fork_safe(accelerator: str, device: Mapping[str, str]) -> str:
 
 
 def _probe_device(accelerator: str, device: Mapping[str, str]) -> NoReturn:
-    signal.alarm(_PROBE_LIMIT_S)  # which ends a process that hangs
+    signal.alarm(_PROBE_LIMIT_S)  # ends this process if it hangs
     status = 1
     try:
         os.environ.update(device)
@@ -127,7 +127,7 @@ def _probe_device(accelerator: str, device: Mapping[str, str]) -> NoReturn:
         torch.empty(1, device=accelerator)
         status = 0
     except Exception as error:
-        status = int("out of memory" not in str(error))  # a full device says nothing of forks
+        status = int("out of memory" not in str(error))  # a full device can be used after a fork
         sys.stderr.write(f"no device in a forked process: {error}\n")
     finally:
         sys.stderr.flush()
@@ -135,7 +135,7 @@ def _probe_device(accelerator: str, device: Mapping[str, str]) -> NoReturn:
 
 
 def _threads_end(threads_before: int) -> bool:
-    """Return whether additional threads end soon."""
+    """Wait for additional threads to end; return whether they did."""
     deadline = time.monotonic() + _THREADS_END_WITHIN_S
     while _num_threads() > threads_before:
         if time.monotonic() > deadline:

@@ -1,9 +1,9 @@
-"""Look at the accelerators of this machine, and print the slots as JSON.
+"""Inspect the accelerators of this machine, and print its slots as JSON.
 
     python3 -m dsat.engines.machines.accelerators
 
-Asking an accelerator how many devices it has can initialise it, and a process in which it is
-initialised cannot fork trials; so this process does nothing else.
+This needs a separate process, because counting devices can initialise an accelerator, and a process
+that has initialised one cannot fork trials.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dsat.values import format as fmt
 from dsat.values import host_limits
 
 NAMED = "DSAT_NAMED_DEVICES"  # variable: devices that the user's command names
-# Memory that other programs hold of a device in use; less may be a desktop or a monitor.
+# A device is busy if other programs use more than both; a desktop or a monitor may use less.
 _BUSY_FRACTION, _BUSY_BYTES = 0.1, 2**30
 _IN_USE = "DSAT_MEMORY_IN_USE"  # variable: bytes by UUID, before the user's command began
 _USED_MEMORY = ("nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
@@ -61,7 +61,7 @@ def _inspect() -> Machine:
             broken.append(f"{name} {device} does not answer: {str(error).splitlines()[0]}")
     if not found:
         raise SystemExit("; ".join(broken) or f"there is no {name} device")
-    # A choice of the user's is one, whoever else is there.
+    # Devices that the user chose are used even if they are busy.
     named = find_chosen_devices(variables) or find_chosen_devices([NAMED])
     idle = [each for each in found if not each.is_busy or each.device in named] or found
     used = {device.device: device.describe_use(name) for device in found if device.is_busy}
@@ -98,7 +98,7 @@ def _inspect() -> Machine:
 
 @dataclass(frozen=True)
 class _Device:
-    """A device, seen from a process that does nothing with it."""
+    """A device, inspected by a process that does not use it; `taken_bytes` is 0 without CUDA."""
 
     device: str
     name: str
@@ -107,7 +107,7 @@ class _Device:
 
     @classmethod
     def of(cls, accelerator: Any, index: int, device: str) -> _Device:
-        """Inspect a device; raises RuntimeError if it does not answer."""
+        """Inspect a device; raise RuntimeError if it does not answer."""
         total, taken, name = int(accelerator.total_memory(index)), 0, accelerator.device_name()
         if name == "cuda":
             import torch
@@ -128,12 +128,12 @@ class _Device:
 
 
 def variables_of_memory_in_use() -> dict[str, str]:
-    """Return variables that record how much memory of NVIDIA's devices is in use now."""
+    """Return a variable that records the memory in use on NVIDIA devices; empty if unknown."""
     try:
         told = subprocess.run(  # noqa: S603
             _USED_MEMORY, capture_output=True, text=True, check=True, timeout=_ANSWER_LIMIT_S
         ).stdout
-    except (OSError, subprocess.SubprocessError):  # there are none
+    except (OSError, subprocess.SubprocessError):  # no device, no driver, or no answer
         return {}
     rows = [line.split(", ") for line in told.splitlines()]
     found = {row[0]: int(row[1]) * 2**20 for row in rows if row[-1].isdecimal()}
@@ -161,7 +161,7 @@ def find_chosen_devices(
 
 
 def _invisible(accelerator: str, device: str) -> str:
-    """Return why a chosen device is not shown by the driver."""
+    """Return a message: why the driver does not show a device that the user chose."""
     if device.startswith("MIG-"):
         return f"{accelerator} {device} is left out: CUDA gives a process one MIG device"
     return f"{accelerator} {device} is left out: there is none, or one before it is not there"
@@ -170,15 +170,15 @@ def _invisible(accelerator: str, device: str) -> str:
 def _visible_devices_variables(accelerator: Any) -> list[str]:
     names = getattr(accelerator, "visible_devices_envs", None)
     found = list(names()) if names is not None else ["CUDA_VISIBLE_DEVICES"]
-    # ROCm looks at its own name first, so one that the user has set must follow.
+    # ROCm reads HIP_VISIBLE_DEVICES first: if the user has set it, trials must set it, too.
     return [*found, *(name for name in ("HIP_VISIBLE_DEVICES",) if name in os.environ)]
 
 
 def look() -> None:
-    """Print the slots of this machine."""
+    """Print the slots of this machine as a line of JSON after `MARK`."""
     print(MARK + json.dumps(_inspect().to_json()), flush=True)
 
 
 if __name__ == "__main__":
     look()
-    os._exit(0)  # an orderly end takes the interpreter a second, with torch in it
+    os._exit(0)  # with torch imported, a regular exit takes a second

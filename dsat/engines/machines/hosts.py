@@ -18,10 +18,10 @@ class Host:
     """A host on which dsat starts processes through three pipes.
 
     Attributes:
-        machine: its devices; none before they are inspected.
-        name: for people; empty if it is the only one.
-        prefix: words before a command that run it there; empty for this machine.
-        call: calls that run a command there, see `Reach`; None where the prefix does.
+        machine: the devices; `UNSEEN` before they are inspected.
+        name: for messages; empty for the machine of `--engine local`.
+        prefix: words before a command that run it there, such as srun; empty if none are needed.
+        call: function that runs commands there instead (see `Reach`); None except on Ray.
     """
 
     machine: Machine = UNSEEN
@@ -37,7 +37,7 @@ class Host:
 
 
 def disable_segments(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """Return hosts whose ranks do without expandable segments of torch's allocator."""
+    """Return the hosts, with expandable segments of torch's allocator off in their ranks."""
     return tuple(
         replace(host, machine=replace(host.machine, expandable_segments=False)) for host in hosts
     )
@@ -49,7 +49,8 @@ class Share:
 
     Attributes:
         index: position of the host among all hosts.
-        slots: numbers of the devices; none if a script only runs for simulations.
+        slots: positions in `Machine.devices`; none for simulations and for a first run whose
+            command starts the ranks.
     """
 
     index: int

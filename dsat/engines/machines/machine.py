@@ -1,4 +1,4 @@
-"""Slots of a machine, inspected in a separate process (`dsat.engines.machines.accelerators`)."""
+"""Slots of a machine; `dsat.engines.machines.accelerators` inspects them in another process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from dsat.values.codec import Recorded
 MARK = "dsat-slots "
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 _EXCEPTION = re.compile(r"[\w.]+(Error|Exception|Exit)\b")
-# Traces of accelerators.
+# Signs of an accelerator.
 _LIBRARIES = ("libcuda.so.1", "libze_loader.so.1")
 _DEVICE_FILES = tuple(
     f"/dev/{name}" for name in ("nvidia*", "nvhost*", "dxg", "kfd", "accel*", "davinci*")
@@ -38,8 +38,8 @@ _PACKAGES = (
 )
 _FIND_LIMIT_S = 180.0
 _EQUAL_WITHIN = 0.02
-_READ_LIMIT_S = 1.0  # of an answer that was given in time
-_KINDS = {"cpu": "CPU core", "cuda": "GPU"}  # of a device, for people
+_READ_LIMIT_S = 1.0  # minimum time to wait for an answer, even past the limit
+_KINDS = {"cpu": "CPU core", "cuda": "GPU"}  # of a device, in messages
 
 
 @dataclass(frozen=True)
@@ -47,19 +47,19 @@ class Machine(Recorded):
     """Resources of a machine for trials.
 
     Attributes:
-        accelerator: DeepSpeed's name of it (`cuda`, `cpu`, `xpu`, ...).
-        device_name: name of the devices, for people.
+        accelerator: DeepSpeed's name of the accelerator (`cuda`, `cpu`, `xpu`, ...).
+        device_name: names of the devices, for messages.
         devices: one entry per slot: the device's value for the visible-devices variable, or a
             processor core.
-        visible_devices: environment variables that choose devices; none on a CPU.
-        memory_bytes: memory of the smallest device; on a CPU, of the host, or the share of it that
-            processes may use.
-        expandable_segments: whether torch's allocator supports them.
-        left_out: reasons why other devices are not used.
-        software: versions, which must be equal on all hosts of a run.
+        visible_devices: environment variables that select devices; none on a CPU.
+        memory_bytes: memory of the smallest device; on a CPU, of the host within the limits of its
+            control groups.
+        expandable_segments: whether ranks may use expandable segments of torch's allocator.
+        left_out: messages on devices that are not used, with the reasons.
+        software: versions (Python, torch, DeepSpeed) that hosts must share; empty if not imported.
         cores: processor cores that processes may use, the first hardware thread of each.
-        threads: hardware threads that processes may use at once.
-        allowed: like `devices`, all cores; a quota of processor time may leave fewer.
+        threads: number of hardware threads that processes may use at once.
+        allowed: on a CPU, all cores that processes may use; `devices` are fewer under a quota.
     """
 
     accelerator: str
@@ -79,9 +79,9 @@ class Machine(Recorded):
 
     @property
     def has_quota(self) -> bool:
-        """Return whether a quota of processor time limits the CPU slots, rather than the cores.
+        """Return whether a quota of CPU time allows fewer slots than there are cores.
 
-        A quota names no cores; other containers may have one of the same cores.
+        A quota reserves no particular cores: other containers may run on the same ones.
         """
         return len(self.allowed) > self.threads
 
@@ -105,7 +105,7 @@ class Machine(Recorded):
         return [self.devices[slot] for slot in slots if slot < len(self.devices)]
 
     def extend(self, count: int) -> Machine:
-        """Return the machine with more CPU slots, if only a quota limits them."""
+        """Return the machine with CPU slots added up to `count`, if only a quota limits them."""
         if not self.has_quota or self.num_slots < self.threads:
             return self
         return replace(self, devices=self.allowed[: max(count, self.num_slots)])
@@ -149,7 +149,7 @@ class Machine(Recorded):
         )
 
     def devices_by_kind(self) -> dict[str, list[str]]:
-        """Return the devices by kind; empty on a CPU."""
+        """Return the devices by kind (name and memory); empty on a CPU."""
         found: dict[str, list[str]] = {}
         first: list[tuple[str, int]] = []  # of each kind
         kinds = zip(self.devices, self.device_names, self.device_memory_bytes, strict=False)
@@ -170,10 +170,7 @@ class Machine(Recorded):
 
 
 def are_close(*sizes: int) -> bool:
-    """Return whether memory sizes may be of devices of one kind.
-
-    Firmware keeps a part that varies.
-    """
+    """Return whether memory sizes may be of one kind of device: firmware reserves up to 2 %."""
     return min(sizes) >= (1 - _EQUAL_WITHIN) * max(sizes)
 
 
@@ -189,10 +186,10 @@ def find_machine_for_simulations() -> Machine:
 
 
 def has_no_accelerator() -> bool:
-    """Return True if there is certainly no accelerator, without importing torch.
+    """Return whether `DS_ACCELERATOR` is cpu; if unset, whether there is surely no accelerator.
 
     Each kind needs a driver's library, its device files, or a package that extends torch (deepspeed
-    0.19.8: accelerator/real_accelerator.py). If any exists, only torch and DeepSpeed know.
+    0.19.8: accelerator/real_accelerator.py). If any exists, only torch and DeepSpeed can tell.
     """
     chosen = os.environ.get("DS_ACCELERATOR")
     if chosen:
@@ -218,7 +215,7 @@ def find_machines(
 ) -> list[Machine]:
     """Inspect several machines in parallel, by processes with the given variables.
 
-    `reaches` says by name how commands run on a machine.
+    `reaches` maps the name of each machine to the way commands run on it. Raises EngineError.
     """
     looks = [_Look.begin(reach, variables) for reach in reaches.values()]
     deadline = time.monotonic() + _FIND_LIMIT_S
@@ -241,7 +238,7 @@ def _machine(name: str, answer: dict[str, Any] | str) -> Machine:
 
 @dataclass(frozen=True)
 class _Look:
-    """Process that inspects a machine; it may initialize the accelerator."""
+    """Process that inspects a machine, since that may initialize the accelerator."""
 
     process: Any
     errors: IO[bytes]
@@ -255,7 +252,7 @@ class _Look:
         return cls(process, errors)
 
     def answer(self, deadline: float) -> dict[str, Any] | str:
-        """Return the answer, or the reason of a failure."""
+        """Return the machine as JSON, or a message why it could not be inspected."""
         try:
             self.process.wait(max(_READ_LIMIT_S, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -268,12 +265,12 @@ class _Look:
         self.errors.seek(0)
         said = self.errors.read().decode(errors="replace").strip().splitlines()
         lines = said or [f"exit status {self.process.returncode}"]
-        # torch's errors go on with advice.
+        # torch prints advice after the line with the exception.
         named = [line for line in lines if _EXCEPTION.match(line)]
         return (named or lines)[-1]
 
     def end(self) -> None:
-        """Kill the process; signals may not reach it inside a driver."""
+        """Kill the process; wait for it 1 s at most, since it may be stuck in a driver."""
         self.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1)
@@ -299,8 +296,8 @@ def machine_of_cores() -> Machine:
 def physical_cores() -> list[int]:
     """Return one hardware thread of each core that this process may use.
 
-    The DeepSpeed launcher counts cores so (`get_numactl_cmd` of deepspeed/utils/numa.py, 0.19.8),
-    since two ranks on threads of one core would slow each other down.
+    DeepSpeed's launcher also counts physical cores (`get_numactl_cmd` of deepspeed/utils/numa.py,
+    0.19.8). Two ranks on hardware threads of one core would slow each other down.
     """
     first_of: dict[str, int] = {}
     for core in sorted(os.sched_getaffinity(0)):

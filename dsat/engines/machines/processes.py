@@ -1,4 +1,4 @@
-"""Start of commands on hosts, which are reached by words before a command or by calls."""
+"""Start of commands on hosts, through a command such as ssh or an actor of Ray."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-# Words before a command that run it on a host; or a function that calls a method of a `NodeActor`
-# (`dsat.engines.places.ray_node`), and raises an exception of any kind if the node is lost.
+# The words before a command that run it on a host; or a function that calls a method of a
+# `NodeActor` (`dsat.engines.places.ray_node`) and raises any exception if the node is lost.
 Reach = Sequence[str] | Callable[..., Any]
-_LOST = 255  # exit status
+_LOST = 255  # exit status of a command whose host is lost
 _KILLED_WITHIN_S = 5.0
 
 
 def variables_with_dsat(own: Mapping[str, str]) -> dict[str, str]:
-    """Return variables with which a Python process finds dsat, and no modules in its folder.
+    """Return variables with which Python imports dsat, but no modules of the current folder.
 
-    `own` are added to those of this process.
+    They are the variables of this process, updated with `own`.
     """
     env = {**os.environ, **own}
     path = [*filter(None, [env.get("PYTHONPATH")]), str(Path(__file__).resolve().parents[3])]
@@ -33,7 +33,8 @@ def spawn(
 ) -> subprocess.Popen[bytes] | RemoteProcess:
     """Start a command on a host, with pipes for its standard input and output.
 
-    The program is named by its absolute path. `env` None means the variables of this process.
+    The command must name its program by an absolute path. `env` None means the variables of this
+    process. `errors` receives standard error; on Ray, only when the command has ended.
     """
     if callable(reach):
         return RemoteProcess(reach, command, dict(os.environ if env is None else env), errors)
@@ -44,7 +45,7 @@ def spawn(
 
 
 class RemoteProcess:
-    """A command on a host that is reached by calls, with the interface of `subprocess.Popen`."""
+    """A command that a Ray actor runs, with a part of the interface of `subprocess.Popen`."""
 
     def __init__(
         self, call: Callable[..., Any], command: Sequence[str], env: dict[str, str], errors: Any
@@ -68,7 +69,7 @@ class RemoteProcess:
         return self.returncode
 
     def kill(self) -> None:
-        """Kill the command; give up a host that does not answer."""
+        """Kill the command; give up the host if the command does not end within 5 s."""
         threading.Thread(target=self._request_kill, daemon=True).start()
         self._reader.join(_KILLED_WITHIN_S)
         if self.returncode is None:

@@ -1,6 +1,6 @@
-"""Places where hosts come from, by the names that `--engine` gives them.
+"""Places where hosts come from, by their names in `--engine`.
 
-A new place is a module with the functions of a `Provider`, and a line in `PROVIDERS`.
+To add a place, write a module with the functions of a `Provider`, and list it in `PROVIDERS`.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def options() -> list[Option]:
 
 
 def given_options(values: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return the values of the places' options that the user set, by keyword.
+    """Return the options of places that the user set, as values by keyword.
 
     Raises:
-        UserInputError: one is not for the chosen place.
+        UserInputError: an option is not one of the place that `engine` names.
     """
     given = [own for own in options() if values.get(own.keyword) is not None]
     own_options = PROVIDERS[engine].options if engine in PROVIDERS else ()
@@ -45,5 +45,5 @@ def given_options(values: Mapping[str, Any], engine: str) -> dict[str, Any]:
 
 
 def detect(environment: Environment) -> str:
-    """Return the name of the first place that detects itself."""
+    """Return the name of the first place that detects that dsat runs in it."""
     return next(name for name, provider in PROVIDERS.items() if provider.detect(environment))

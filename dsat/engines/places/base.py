@@ -1,4 +1,4 @@
-"""Provider: a place where hosts come from."""
+"""Interface of the places where hosts come from."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Environment:
     """Facts by which a provider detects that dsat runs in its place.
 
     Attributes:
-        hostfile: machines of the launcher's hostfile, with positions of their devices; empty
-            positions for all.
-        ssh_port: ssh port of these machines; None for the configured one.
-        master_address: address of the first of them; empty if the launcher names none.
+        hostfile: machines of the launcher's hostfile, with positions of the devices to use; empty
+            positions mean all devices.
+        ssh_port: port for ssh to these machines; None for the configured one.
+        master_address: address of the first machine; empty if the launcher names none.
     """
 
     variables: Mapping[str, str]
@@ -33,9 +33,9 @@ class Provider(NamedTuple):
     """A place where hosts come from.
 
     Attributes:
-        acquire: reserves hosts for the duration of a context, the one of this process first. Takes
-            the values of the user's options by keyword. Raises UserInputError if dsat cannot be
-            used there like this, EngineError if there are no hosts.
+        acquire: reserves hosts for the duration of a context; the host of this process comes first.
+            Its second argument has the user's options by keyword. Raises UserInputError if these or
+            the environment do not suit the place, EngineError if it provides no hosts.
     """
 
     detect: Callable[[Environment], bool]
@@ -49,6 +49,6 @@ def place_option(flag: str, help: str, **attributes: Any) -> Option:
 
 
 def inspect_machines(hosts: Sequence[Host]) -> list[Host]:
-    """Inspect the accelerators of all hosts in parallel."""
+    """Inspect the devices of hosts in parallel; return the hosts with them."""
     machines = find_machines({host.name: host.reach for host in hosts})
     return [replace(host, machine=each) for host, each in zip(hosts, machines, strict=True)]

@@ -1,4 +1,4 @@
-"""This machine."""
+"""Place: this machine alone."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dsat.engines.places.base import Environment
 
 
 def detect(environment: Environment) -> bool:
-    """Return True: this machine is the last choice."""
+    """Return True, as this place is the last choice."""
     return True
 
 
 @contextlib.contextmanager
 def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
-    """Return the machine that dsat runs on."""
+    """Yield the machine that dsat runs on, as a single host."""
     yield [Host(find_machine(environment.variables))]

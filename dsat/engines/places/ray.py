@@ -1,4 +1,4 @@
-"""Parts of nodes of a Ray cluster, with an actor on each that runs commands."""
+"""Place: equal parts of nodes of a Ray cluster; an actor runs commands on each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dsat.errors import EngineError, UserInputError
 from dsat.options import WORD, at_least
 
 _log = logging.getLogger(__name__)
-# The driver of a job that was submitted has it (ray 2.60, `JobSupervisor`).
+# Set in the driver of a submitted job (ray 2.60, `JobSupervisor`).
 _JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 _SETTLES_WITHIN_S, _RESERVED_WITHIN_S = 1.0, 10.0
 _THREADS = 64  # of one actor: up to three for each command that runs
@@ -42,13 +42,13 @@ OPTIONS = (
 
 
 def detect(environment: Environment) -> bool:
-    """Return whether this is a job that was submitted to a cluster."""
+    """Return whether dsat runs as a job that was submitted to a Ray cluster."""
     return _JOB_VARIABLE in environment.variables
 
 
 @contextlib.contextmanager
 def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
-    """Reserve everything that is free in a cluster, or the part that the user requests."""
+    """Reserve the freest nodes of a cluster, in equal parts, or what the user requests."""
     wanted = given.get("gpus_per_node")
     kind, slots = parse_slots(wanted) if wanted else ("", None)
     address = given.get("ray_address")
@@ -73,8 +73,9 @@ def reserved(
 ) -> Iterator[list[Host]]:
     """Reserve equal parts of nodes until the context or this process ends; yield the nodes.
 
-    The node of this process comes first. `address` None means the cluster that Ray finds by itself,
-    or this machine. Raises EngineError if there is no cluster, or nothing free in it.
+    The node of this process comes first, if used. `address` None means a cluster that Ray finds, or
+    a new one on this machine. Raises EngineError without a cluster, or if too little is free; with
+    both `nodes` and `slots`, waits instead.
     """
     import ray
 
@@ -86,12 +87,12 @@ def reserved(
         except (ray.exceptions.RayError, ConnectionError, RuntimeError, ValueError) as error:
             lines = str(error).strip().splitlines()
             raise EngineError(f"Ray: {(lines or [repr(error)])[0]}") from None
-        finally:  # Ray replaces them
+        finally:  # Ray replaces the handlers
             for number, handler in handlers.items():
                 signal.signal(number, handler)
         yield hosts
     finally:
-        ray.shutdown()  # gives everything back
+        ray.shutdown()  # releases all that was reserved
 
 
 def _reserve(nodes: int | None, slots: int | None, kind: str) -> tuple[Parts, Any]:
@@ -100,7 +101,7 @@ def _reserve(nodes: int | None, slots: int | None, kind: str) -> tuple[Parts, An
     from ray._private.state import available_resources_per_node  # the only source by node
     from ray.util.placement_group import placement_group
 
-    time.sleep(_SETTLES_WITHIN_S)  # Ray may only now learn what other work gives back
+    time.sleep(_SETTLES_WITHIN_S)  # Ray learns late what other work has released
     free = available_resources_per_node()
     alive = [node for node in ray.nodes() if node["Alive"]]
     resources = [NodeResources(n["Resources"], free.get(n["NodeID"], {})) for n in alive]
@@ -126,7 +127,7 @@ def _start_actors(parts: Parts, group: Any) -> list[Host]:
     from ray.util.placement_group import placement_group_table
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    ray.cloudpickle.register_pickle_by_value(ray_node)  # nodes need no dsat for it
+    ray.cloudpickle.register_pickle_by_value(ray_node)  # so that nodes can load it without dsat
     here = ray.get_runtime_context().get_node_id()
     known = {node["NodeID"]: node for node in ray.nodes()}
     ids = placement_group_table(group)["bundles_to_node_id"]

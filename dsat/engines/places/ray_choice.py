@@ -1,4 +1,4 @@
-"""Choice of the resources to reserve of a Ray cluster: equal parts of equal, free nodes."""
+"""Choice of the resources to reserve in a Ray cluster: equal parts of nodes of one kind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NodeResources(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Equal parts of nodes; without an accelerator's name, slots are processor cores."""
+    """Equal parts of nodes; slots are processor cores if `accelerator` is empty."""
 
     nodes: int
     accelerator: str
@@ -35,7 +35,7 @@ class Parts(NamedTuple):
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Resources to reserve on each node; a tiny amount of a kind selects such nodes."""
+        """Resources to reserve on each node; a tiny amount of `kind` selects nodes that have it."""
         kind = {_KIND + self.kind: 0.001} if self.kind else {}
         amounts = {_CPU: self.cpus, self.accelerator: self.slots} | kind
         return {name: amount for name, amount in amounts.items() if name and amount}
@@ -46,7 +46,7 @@ class Parts(NamedTuple):
 
 
 def parse_slots(text: str) -> tuple[str, int]:
-    """Parse `[TYPE:]N`, a kind of accelerators and their number; raise UserInputError."""
+    """Parse `[TYPE:]N`, a kind of accelerator and a number; else raise UserInputError."""
     kind, _, number = text.rpartition(":")
     if not number.isdecimal() or int(number) == 0:
         raise UserInputError(
@@ -58,13 +58,13 @@ def parse_slots(text: str) -> tuple[str, int]:
 def choose(
     nodes: Sequence[NodeResources], count: int | None, slots: int | None, kind: str = ""
 ) -> Parts | None:
-    """Return equal parts of the nodes with as much free as the freest one; None if none fits.
+    """Choose equal parts of the freest node and of others like it; None if too little is free.
 
     Args:
-        count: number of nodes; None for all that have enough.
-        slots: slots of each node; None for as many as the freest node has. If `count` is given too,
-            the parts need not be free, because an autoscaler may add nodes.
-        kind: of accelerators; by default that of the freest node.
+        count: number of nodes; None for all that have enough free slots.
+        slots: slots of each node; None for as many as the freest node has free. With `count` as
+            well, the parts need not be free, because an autoscaler may add nodes.
+        kind: kind of accelerator; empty for that of the freest node.
     """
     there = [name for name in _ACCELERATORS if any(node.total.get(name, 0) >= 1 for node in nodes)]
     accelerator = there[0] if there else "" if slots is None else _ACCELERATORS[0]
@@ -83,7 +83,7 @@ def choose(
     count = count or len(able)
     if not slots or len(able) < count:
         return None
-    # As many cores as go with the accelerators.
+    # Reserve the same share of a node's cores as of its slots, unless fewer cores are free.
     cpus = (
         min(n.total.get(_CPU, 0) * slots / n.total[resource], n.free.get(_CPU, 0)) for n in able
     )

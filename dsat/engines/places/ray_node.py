@@ -1,6 +1,6 @@
 """Actor that runs commands on a node of a Ray cluster.
 
-Ray sends the class as it is, so a node needs no dsat for it: it uses the standard library alone.
+Ray sends the code of the class to nodes, so it must use nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-# Variables by which Ray assigns devices to a process, by kind of accelerator.
+# Variables by which Ray assigns devices to a process, one for each kind of accelerator.
 _OF_DEVICES = tuple(
     "CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES ONEAPI_DEVICE_SELECTOR "
     "ASCEND_RT_VISIBLE_DEVICES HABANA_VISIBLE_MODULES".split()
 )
-# Ray kills the children of a process that ends. A grandchild ends in order, with its input.
+# Ray kills the children of a process that ends. A grandchild can clean up when its input ends.
 _AS_GRANDCHILD = ("setsid", "--fork", "--wait", "env", "--chdir")
 
 
@@ -31,18 +31,18 @@ def _end_with_parent(pid: int) -> None:
 
 
 class NodeActor:
-    """Runs commands on a node; its methods are called from several threads.
+    """Runs commands on a node; several threads call its methods.
 
-    With `cores`, commands run on that many processor cores and leave accelerators alone; None gives
-    them all cores and the devices that Ray assigns to this process.
+    With `cores`, commands use that many processor cores and no accelerator. With None, they use all
+    cores and the devices that Ray assigns to this process.
     """
 
     def __init__(self, cores: int | None) -> None:
-        # Ray 2.60 leaves an actor whose node's daemon was killed.
+        # Ray 2.60 does not end an actor when the daemon of its node is killed.
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
         self._commands: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
         self._env = {name: os.environ[name] for name in _OF_DEVICES if name in os.environ}
-        # Ray's processes are killed first where memory runs out; commands would inherit that.
+        # Out of memory, the kernel prefers to kill Ray's processes; commands would inherit that.
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("0")
         if cores is not None:
@@ -50,7 +50,7 @@ class NodeActor:
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
 
     def spawn(self, command: Sequence[str], cwd: str, env: Mapping[str, str]) -> int:
-        """Start a command; return its number. Variables that name devices are this node's."""
+        """Start a command; return its number. Ignore variables of `env` that select devices."""
         others = {name: value for name, value in env.items() if name not in _OF_DEVICES}
         pipe, errors = subprocess.PIPE, tempfile.TemporaryFile()  # noqa: SIM115
         words, variables = [*_AS_GRANDCHILD, cwd, *command], {**others, **self._env}
@@ -61,16 +61,16 @@ class NodeActor:
         return len(self._commands) - 1
 
     def read(self, number: int) -> bytes:
-        """Return the next output of a command; nothing at its end."""
+        """Return the next bytes of a command's output; none at its end."""
         stdout = self._commands[number][0].stdout
         assert stdout is not None
         return stdout.read(65536)
 
     def write(self, number: int, data: bytes) -> None:
-        """Write to a command's input; end it if there are no data."""
+        """Write to a command's input; close the input if `data` is empty."""
         stdin = self._commands[number][0].stdin
         assert stdin is not None
-        with contextlib.suppress(BrokenPipeError, ValueError):  # it reads no more
+        with contextlib.suppress(BrokenPipeError, ValueError):  # the command reads no more
             if not data:
                 stdin.close()
             while data:

@@ -1,6 +1,6 @@
-"""Hosts of the Slurm allocation that dsat runs in.
+"""Place: the Slurm allocation that dsat runs in.
 
-One long step on each node holds that node's supervisor: trials start warm, and without a queue.
+The supervisor of each node runs in one long step, so trials wait for no queue and no imports.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dsat.errors import EngineError, UserInputError
 
 _log = logging.getLogger(__name__)
 _ANSWER_LIMIT_S = 60.0
-# Variables of the job that srun takes for options of its own (`man srun`, input environment
-# variables): a step has what its command line says.
+# Variables of the job that srun would read as options (`man srun`, input environment variables).
+# They are unset, so that only the options on its command line count.
 _OPTIONS_OF_SRUN = """
     SLURM_CPU_BIND SLURM_CPUS_PER_GPU SLURM_CPUS_PER_TASK SLURM_DISTRIBUTION SLURM_EXCLUSIVE
     SLURM_GPU_BIND SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK
@@ -35,14 +35,14 @@ _OPTIONS_OF_SRUN = """
 
 
 def detect(environment: Environment) -> bool:
-    """Return whether dsat is in an allocation that is more than this machine."""
+    """Return whether dsat runs in an allocation that has other nodes than this machine."""
     allocation = Allocation.of(environment.variables)
     return allocation is not None and not allocation.is_this_machine
 
 
 @contextlib.contextmanager
 def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
-    """Return all nodes of the allocation around dsat."""
+    """Yield all nodes of the allocation that dsat runs in."""
     allocation = Allocation.of(environment.variables)
     if allocation is None:
         raise UserInputError(
@@ -70,9 +70,9 @@ class Allocation:
     """Nodes that `salloc`, `sbatch` or `srun` allocated to this process.
 
     Attributes:
-        nodes: in Slurm's short form, such as gpu[01-04].
+        nodes: names in Slurm's short form, such as gpu[01-04].
         cpus: processors of each node in Slurm's short form, such as 32(x2).
-        node: node of this process; empty outside of the allocation, as after `salloc`.
+        node: name of the node of this process; empty outside of the allocation, as after `salloc`.
     """
 
     job: str
@@ -83,10 +83,10 @@ class Allocation:
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> Allocation | None:
-        """Read environment variables; None without an allocation.
+        """Return the allocation that environment variables describe; None without one.
 
         Raises:
-            EngineError: this is one of several equal processes in it, or its parts are not equal.
+            EngineError: srun started several processes of dsat, or the job is heterogeneous.
         """
         job, nodes = env.get("SLURM_JOB_ID"), env.get("SLURM_JOB_NODELIST")
         if not (job and nodes):
@@ -112,10 +112,10 @@ class Allocation:
         return self.count == 1 and bool(self.node)
 
     def find_nodes(self) -> list[Host]:
-        """Return the nodes; the one that this process runs on comes first.
+        """Return the nodes; that of this process, if it is one of them, comes first.
 
         Raises:
-            EngineError: Slurm's commands are missing or say nothing, or the job does not run.
+            EngineError: a command of Slurm is missing or fails, or the job is not running.
         """
         names = _ask("scontrol", "show", "hostnames", self.nodes).split()
         described = _ask("scontrol", "--oneliner", "show", "node", self.nodes)
@@ -157,8 +157,8 @@ class Allocation:
     def _prefix(self, node: str, cpus: int, gres: Mapping[str, str]) -> tuple[str, ...]:
         """Return the words that start a step with all of the job's resources on a node.
 
-        It runs beside other steps. The command lacks variables that srun would take for options. A
-        job with a number of GPUs over all nodes (`--gpus`) gives none to a step without a number.
+        The step shares resources with other steps, and srun sees no variables that it would read as
+        options. If a job has a total number of GPUs (`--gpus`), a step only gets those it asks for.
         """
         return (
             "env",
@@ -179,7 +179,7 @@ class Allocation:
 
 
 def _ask(*command: str) -> str:
-    """Return the output of one of Slurm's commands; raise EngineError if it is missing or fails."""
+    """Return the output of a command of Slurm; raise EngineError if it is missing or fails."""
     name = command[0]
     if shutil.which(name) is None:
         raise EngineError(f"Slurm's command {name} was not found. Start dsat where it is in PATH.")
@@ -202,7 +202,7 @@ def _ask(*command: str) -> str:
 
 
 def _expanded(cpus: str) -> list[int]:
-    """Return the number for each node: 32(x2),16 is 32, 32, 16."""
+    """Expand Slurm's short form of a number for each node: 32(x2),16 is 32, 32, 16."""
     found = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", cpus):
         found += [int(count)] * int(times or 1)

@@ -1,4 +1,4 @@
-"""Machines of a hostfile, which are reached with ssh."""
+"""Place: the machines of a hostfile, reached with ssh."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from dsat.in_trial import loopback
 
 _log = logging.getLogger(__name__)
 _REACH_LIMIT_S = 60.0
-# Prints two words that no other host and no container on it prints.
+# Prints two words that no other host or container prints.
 _IDENTIFY = "cat /proc/sys/kernel/random/boot_id; uname -n"
 _PROXIES = {"proxyjump", "proxycommand"}
 _REFUSALS = ("Permission denied", "Host key verification failed")
 
 
 def detect(environment: Environment) -> bool:
-    """Return whether the command's launcher has a hostfile."""
+    """Return whether the command's launcher uses a hostfile."""
     return bool(environment.hostfile)
 
 
 @contextlib.contextmanager
 def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
-    """Return the machines of the launcher's hostfile."""
+    """Yield the machines of the launcher's hostfile, with the devices that it selects."""
     positions = environment.hostfile
     if not positions:
         raise UserInputError(
@@ -66,17 +66,17 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
 
 
 def reach(names: Sequence[str], port: int | None) -> list[Host]:
-    """Return the hosts of a hostfile's names; the one of this process comes first.
+    """Return the hosts that have these names; the host of this process, if named, comes first.
 
-    Raises UserInputError if ssh is missing or asks a question, if this machine is named twice, or
-    if ranks on other hosts cannot reach one.
+    Raises UserInputError if ssh is missing, fails or asks for input, if this machine has two names,
+    or if ranks on other hosts cannot reach a host; EngineError if `ssh -G` fails.
     """
     if shutil.which("ssh") is None:
         raise UserInputError("needs ssh, which is not installed", where="--hostfile")
     ways = {name: _way_to(name, port) for name in names}
     interfaces = psutil.net_if_addrs().values()
     ours = {each.address for interface in interfaces for each in interface}
-    own = socket.gethostname()  # in /etc/hosts perhaps under 127.0.1.1
+    own = socket.gethostname()  # /etc/hosts may give it the address 127.0.1.1
     here = [
         name
         for name, (address, is_direct) in ways.items()
@@ -109,9 +109,9 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
 
 
 def _identities(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return an identity of each host, from commands behind a prefix.
+    """Return two words that identify each host; its prefix runs the command that prints them.
 
-    Raises UserInputError if ssh needs a password.
+    Raises UserInputError if a host does not answer, or if ssh needs a password.
     """
     begun = {
         name: subprocess.Popen(  # noqa: S603
@@ -143,7 +143,7 @@ def _identities(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
                     where="--hostfile",
                     hint=f"`{command}` must work{keys if is_refused else ''}.",
                 )
-            found[name] = said.split()[-2:]  # after what a login may print
+            found[name] = said.split()[-2:]  # a login shell may print other words before
     finally:
         for process in begun.values():
             process.kill()
@@ -152,9 +152,10 @@ def _identities(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
 
 
 def _way_to(name: str, port: int | None) -> tuple[str, bool]:
-    """Return the address that ssh resolves a name to, and whether it is certainly the host's.
+    """Return the address where ssh finds a host, and whether that is certainly the host's.
 
-    Another port may be forwarded to another host, and a proxy has its own address.
+    Through a proxy, or on a port other than 22, which may be forwarded, it may be that of another
+    host. A name that this machine cannot resolve is returned as the address.
     """
     try:
         configured = subprocess.run(  # noqa: S603
@@ -173,5 +174,5 @@ def _way_to(name: str, port: int | None) -> tuple[str, bool]:
     is_direct = options.get("port") in (None, "22") and not _PROXIES & options.keys()
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]), is_direct
-    except OSError:  # only other hosts know it
+    except OSError:  # only other hosts resolve it
         return host, is_direct

@@ -1,9 +1,9 @@
-"""Run a command on a host through ssh, with these three pipes, this folder and these variables.
+"""Run a command on a host through ssh, with the streams, folder and variables of this process.
 
     python3 -m dsat.engines.places.ssh_run [--port N] HOST COMMAND ...
 
-The folder and the variables go through the pipe, since everyone on both hosts can see the arguments
-of processes. The command's standard input ends with this process.
+The folder and variables are sent through standard input, because all users of both hosts can read
+the arguments of processes. The command's standard input ends when this process does.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-# Ask nothing; notice a lost connection within a minute.
+# Never prompt; notice a lost connection within a minute.
 _SSH = (
     "ssh",
     "-T",
@@ -26,7 +26,7 @@ _SSH = (
     *("-o", "ServerAliveInterval=15"),
     *("-o", "ServerAliveCountMax=4"),
 )
-# On the host; one line, which any shell takes in quotes.
+# Runs on the host; a single line, which any shell can pass in quotes.
 _BEGIN = (
     "import json, os; "
     "start = json.loads(b''.join(iter(lambda: os.read(0, 1), b'\\n'))); "
@@ -44,7 +44,7 @@ def _run(name: str, port: int | None, command: Sequence[str]) -> int:
     begin = "exec " + shlex.join([sys.executable, "-I", "-S", "-c", _BEGIN])
     process = subprocess.Popen([*ssh_to(name, port), begin], stdin=subprocess.PIPE, bufsize=0)  # noqa: S603
     assert process.stdin is not None
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # only ssh writes to it: readers see its end
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # only ssh holds it now, so readers see its end
     start = {"cwd": os.getcwd(), "env": dict(os.environ), "command": list(command)}
     data = json.dumps(start).encode() + b"\n"
     with contextlib.suppress(BrokenPipeError):
@@ -57,7 +57,7 @@ def _run(name: str, port: int | None, command: Sequence[str]) -> int:
 
 
 def main() -> int:
-    """Run the command line above."""
+    """Run the command line that the module describes; return its exit status."""
     argv, port = sys.argv[1:], None
     if argv[0] == "--port":
         port, argv = int(argv[1]), argv[2:]
