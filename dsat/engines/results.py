@@ -31,7 +31,7 @@ _EXIT_OF_RANK = re.compile(
     r"exitcode\s*: (?P<torchrun>-?\d+)|return code = (?P<deepspeed>-?\d+)"
     r"|died with <Signals\.\w+: (?P<accelerate>\d+)>"
 )
-_SIGNALS = range(1, 65)
+_SIGNALS = frozenset(map(int, signal.Signals))  # some numbers below 64 have no name
 # Signals N that an exit status of 256 - N stands for; not 1, as programs may exit with -1 (255).
 _CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
 _KILLED_FOR_MEMORY = "was killed with SIGKILL, most likely because the host ran out of memory"
@@ -101,7 +101,8 @@ def _failure(running: Running, reports: list[Outcome]) -> Outcome:
     elif died:
         rank, number = next(iter(died.items()))
         hint = " (is /dev/shm full?)" if number == signal.SIGBUS else ""
-        how = f"rank {rank} was killed by {signal.Signals(number).name}{hint}"
+        name = signal.Signals(number).name if number in _SIGNALS else f"signal {number}"
+        how = f"rank {rank} was killed by {name}{hint}"
     elif any(status > 0 for status in statuses):
         rank = next(rank for rank, status in enumerate(statuses) if status > 0)
         how = f"rank {rank} ended with exit status {statuses[rank]}"

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dsat.engines.engine import LocalEngine
 from dsat.engines.machines import accelerators, machine
@@ -48,12 +49,18 @@ def test_devices_are_not_looked_for_for_ever(monkeypatch: pytest.MonkeyPatch) ->
         machine.find_machines({"this machine": ("sh", "-c", "exec sleep 600")})
 
 
-def test_a_choice_of_amd_devices_follows_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("rocm", "chosen"), [("6.4", ["2", "3"]), (None, ["0", "1"])])
+def test_a_choice_of_amd_devices_follows_the_trial(
+    monkeypatch: pytest.MonkeyPatch, rocm: str | None, chosen: list[str]
+) -> None:
     """ROCm looks at its own variable first: ranks would share what that names."""
-    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "0,1,2,3")
-    rocm = SimpleNamespace(visible_devices_envs=lambda: ["CUDA_VISIBLE_DEVICES"])
-    variables = accelerators._visible_devices_variables(rocm)
-    assert variables == ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"]
+    monkeypatch.setattr(torch.version, "hip", rocm)
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "2,3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    accelerator = SimpleNamespace(visible_devices_envs=lambda: ["CUDA_VISIBLE_DEVICES"])
+    variables = accelerators._visible_devices_variables(accelerator)
+    assert set(variables) == {"HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"}
+    assert accelerators.find_chosen_devices(variables) == chosen
 
 
 def test_the_interface_to_an_address_is_found() -> None:

@@ -113,6 +113,7 @@ def test_a_kill_from_outside_explains_a_peers_error(judge: Judge) -> None:
     [
         (-signal.SIGSEGV, "rank 1 was killed by SIGSEGV"),
         (-signal.SIGBUS, "rank 1 was killed by SIGBUS (is /dev/shm full?)"),
+        (-40, "rank 1 was killed by signal 40"),
         (7, "rank 1 ended with exit status 7"),
         (0, "the ranks ended without a result"),
     ],
@@ -131,6 +132,7 @@ COMMAND = {"cold": False, "command": ("bash", "run.sh")}
         (0, "ERROR", "exit status 0 after 3 optimizer steps"),
         (3, "ERROR", "exit status 3 after 3 optimizer steps"),
         (255, "ERROR", "exit status 255 after 3 optimizer steps"),  # -1
+        (168, "ERROR", "exit status 168 after 3 optimizer steps"),  # no signal has the number 40
         (KILLED, "HOST_OOM", "SIGKILL"),
         (137, "HOST_OOM", "SIGKILL"),  # as a shell says it
         (247, "HOST_OOM", "memory"),  # as DeepSpeed's launcher exits: -9 % 256

@@ -168,10 +168,13 @@ def _invisible(accelerator: str, device: str) -> str:
 
 
 def _visible_devices_variables(accelerator: Any) -> list[str]:
+    import torch
+
     names = getattr(accelerator, "visible_devices_envs", None)
     found = list(names()) if names is not None else ["CUDA_VISIBLE_DEVICES"]
     # ROCm reads HIP_VISIBLE_DEVICES first: if the user has set it, trials must set it, too.
-    return [*found, *(name for name in ("HIP_VISIBLE_DEVICES",) if name in os.environ)]
+    hip = [name for name in ("HIP_VISIBLE_DEVICES",) if name in os.environ]
+    return [*hip, *found] if torch.version.hip else [*found, *hip]
 
 
 def look() -> None:
