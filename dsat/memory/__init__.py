@@ -1,1 +1,1 @@
-"""Memory of a configuration before it has run: closed form, simulation, calibration."""
+"""Memory predictions: closed form, corrected by simulations and by trials."""

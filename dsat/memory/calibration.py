@@ -1,11 +1,11 @@
-"""Correction of predicted memory by what real trials used.
+"""Correction of predicted memory by the memory that trials used.
 
-A simulation does not see what the device's libraries take: the context and the communication
-library (a constant, `context_bytes`), workspaces and the allocator's rest (a constant and a slope
-per sample). So
+A simulation does not count the memory of the device's libraries: the context and the communication
+library (a constant, `context_bytes`), workspaces and the allocator's overhead (a constant and a
+slope per sample). So
 
     predicted = max over phases (simulated + fixed_bytes + bytes_per_sample * micro batch)
-                + context_bytes
+                + context_bytes (if the memory limit includes the context)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from dsat.memory.estimate import PHASES
 from dsat.values.outcome import MemoryUse
 
-_NOISE = 0.01  # of measured bytes from trial to trial
+_NOISE = 0.01  # relative variation of measured bytes between trials
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class Observation:
     """Memory of a trial, in the phase that used most.
 
     Attributes:
-        used: bytes of all of a rank's tensors.
-        excess: bytes of them beyond the prediction.
-        context_bytes: what the process held besides its tensors, if known.
-        is_exact: False if more may have been used.
+        used: bytes of all tensors of a rank.
+        excess: `used` minus the prediction; never negative unless `is_exact`.
+        context_bytes: memory of the process besides its tensors; 0 if unknown.
+        is_exact: False if `used` is only a lower bound.
     """
 
     micro_batch: int
@@ -41,13 +41,13 @@ class Observation:
 def observe(
     predicted: Mapping[str, int], micro_batch: int, memory: MemoryUse
 ) -> Observation | None:
-    """Compare a trial's own record with the bytes predicted by phase; None without a record."""
+    """Compare a trial's measured memory with the bytes predicted by phase; None without any."""
     used = {phase: memory.by_phase[phase] for phase in PHASES if phase in memory.by_phase}
     if memory.data_bytes:
-        # Taken for the phase that was predicted to need most, since no phase is recorded.
+        # Assigned to the phase predicted to need most: only one peak over all phases is recorded.
         used = {max(PHASES, key=lambda phase: predicted[phase]): memory.data_bytes}
     elif not memory.is_exact:
-        # A resident set shows what the script did before, reading its data for example.
+        # The resident set of this phase includes earlier work, such as reading the data.
         used.pop("init", None)
     if not used:
         return None
@@ -59,7 +59,7 @@ def observe(
 
 
 def asked_bytes(message: str) -> int:
-    """Return the size of the block that an error says could not be allocated; 0 if it says none."""
+    """Return the size of the failed allocation that an error message names; 0 if it names none."""
     found = re.search(r"tried to allocate ([\d,.]+) ([KMG])iB", message, re.IGNORECASE)
     if found is None:
         return 0
@@ -69,11 +69,11 @@ def asked_bytes(message: str) -> int:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Correction of a simulation.
+    """Correction of a prediction.
 
     Attributes:
-        fixed_bytes, bytes_per_sample: to every phase.
-        context_bytes: to the largest.
+        fixed_bytes, bytes_per_sample: added to every phase; may be negative.
+        context_bytes: added to the largest phase.
     """
 
     fixed_bytes: float = 0.0
@@ -81,22 +81,22 @@ class Calibration:
     context_bytes: int = 0
 
     def added_bytes(self, micro_batch: float) -> float:
-        """Bytes of each phase beyond its simulation."""
+        """Return the bytes to add to each phase."""
         return self.fixed_bytes + self.bytes_per_sample * micro_batch
 
 
 def calibrate(
     observations: Sequence[Observation], usual_slope: float, least_slope: float = 0.0
 ) -> Calibration:
-    """Fit the excess over the micro batch by least squares.
+    """Fit the excess as a linear function of the micro batch, by least squares.
 
-    The slope is shrunk towards zero, since small micro batches carry little information on it. One
-    micro batch alone gives a constant. A slope is negative where the prediction was too large.
+    The slope is shrunk towards zero, since small micro batches carry little information on it. A
+    single micro batch gives a constant.
 
     Args:
         observations: of at least one trial.
-        usual_slope: bytes per sample of the size that is to be expected.
-        least_slope: the smallest that is possible.
+        usual_slope: expected size of the slope, in bytes per sample; without one it is 0.
+        least_slope: lower bound of the slope, negative if predictions may be too large.
     """
     count = len(observations)
     sizes = [o.micro_batch for o in observations]

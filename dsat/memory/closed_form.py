@@ -1,10 +1,8 @@
-"""Bytes that a configuration needs, in closed form, at once.
+"""Memory of a configuration in closed form, without a simulation.
 
-The table behind it was read from deepspeed 0.19.8 (`runtime/zero/stage_1_and_2.py`, `stage3.py`,
-`bf16_optimizer.py`, `fp16/fused_optimizer.py`, `engine.py`) and is held against the simulation by a
-test. Letters as usual there: P parameters, T of them trained, n = T / ranks, S bytes of the model's
-type, A of the type in which gradients are accumulated. For Adam; other optimizers with two moments
-need the same, those with fewer need less.
+The formulas are derived from deepspeed 0.19.8 (`runtime/zero/stage_1_and_2.py`, `stage3.py`,
+`bf16_optimizer.py`, `fp16/fused_optimizer.py`, `engine.py`); tests compare them with simulations.
+They assume Adam. Other optimizers with two moments need the same, those with fewer need less.
 """
 
 from __future__ import annotations
@@ -18,8 +16,8 @@ from dsat.memory import host
 from dsat.memory.estimate import PHASES, MemoryEstimate
 from dsat.memory.facts import ModelFacts, Setup
 
-# What torch gives cuBLAS on Hopper and later (`getChosenWorkspaceSize` of CUDABlas.cpp; 8 MiB
-# before), and cuBLASLt, which multiplies where a bias is added.
+# Workspaces that torch gives to cuBLAS on Hopper and later (`getChosenWorkspaceSize` of
+# CublasHandlePool.cpp; 8 MiB on older GPUs), and to cuBLASLt, which computes products with a bias.
 MATMUL_WORKSPACE_BYTES, BIASED_WORKSPACE_BYTES = 32 * 2**20, 2**20
 _ALL_REDUCE_BUCKET = 5 * 10**8  # engine.py: MEMORY_OPT_ALLREDUCE_SIZE
 _NORM_BUFFER = 25 * 10**7  # stage3.py: elements of which `_constant_buffered_norm2` takes the norm
@@ -27,12 +25,12 @@ _NORM_BUFFER = 25 * 10**7  # stage3.py: elements of which `_constant_buffered_no
 
 @dataclass(frozen=True)
 class Line:
-    """Bytes that grow with the micro batch.
+    """Bytes as a function of the micro batch.
 
     Attributes:
         fixed, per_sample: at any micro batch, and for each of its samples.
-        if_room: DeepSpeed needs so much only on a device that has it.
-        per_pair: for each pair of samples, as a loss with negatives within the batch needs them.
+        if_room: whether DeepSpeed allocates these bytes only on a device that has room for them.
+        per_pair: for each pair of samples, as in a loss with negatives within the batch.
     """
 
     fixed: float
@@ -44,7 +42,7 @@ class Line:
         return self.fixed + (self.per_sample + self.per_pair * micro_batch) * micro_batch
 
     def largest_within(self, room: float) -> float:
-        """Return the largest micro batch whose bytes do not exceed a room; 0 if none."""
+        """Return the largest micro batch that needs at most `room` bytes: 0 if none, inf if any."""
         free, slope, pairs = room - self.fixed, self.per_sample, self.per_pair
         if pairs > 0:
             root = slope**2 + 4 * pairs * free
@@ -55,7 +53,7 @@ class Line:
 
 
 def highest(phase: Iterable[Line], micro_batch: float) -> float:
-    """The peak of a phase, in bytes."""
+    """Return the peak of a phase, in bytes."""
     return max(line.at(micro_batch) for line in phase)
 
 
@@ -64,17 +62,16 @@ class _Parts:
     """Bytes on the device without activations.
 
     Attributes:
-        init: the peak of `deepspeed.initialize`, parameters flattened on the host.
+        init: peak of `deepspeed.initialize` if it flattens parameters on the host.
         resident: held between steps.
-        forward: added from the beginning of the forward pass.
-        bucket: added with the first gradient, when most activations are still there.
-        gradients: added towards its end, when they are gone.
-        reduction: added while the gradients of a bucket are reduced, in the middle of the pass.
-        step: added to what is resident in the optimizer step.
-        gather: added to `forward` at the beginning of the pass, when there are no activations.
-        flat: the peak while parameters are flattened on the device, as they are where it has room
-            for another copy (`available_memory` in runtime/zero/stage_1_and_2.py); 0 if they never
-            are.
+        forward: added to `resident` from the beginning of the forward pass.
+        bucket: added with the first gradient, while most activations still exist.
+        gradients: added towards the end of the backward pass, when activations are freed.
+        reduction: added while a bucket is reduced, in the middle of the backward pass.
+        step: added to `resident` in the optimizer step.
+        gather: added to `forward` at the beginning of the pass, before there are activations.
+        flat: peak of `deepspeed.initialize` if it flattens parameters on the device, which it does
+            with room for a copy (`available_memory` in runtime/zero/stage_1_and_2.py); 0 if never.
     """
 
     init: float
@@ -95,7 +92,7 @@ def estimate(
     slots: int,
     micro_batch: int,
 ) -> MemoryEstimate:
-    """Memory of a whole DeepSpeed configuration on a number of slots."""
+    """Return the memory of a whole DeepSpeed configuration on one of `slots` slots."""
     phases = lines(facts, config, slots=slots)
     init, forward, backward, step = (round(highest(phases[name], micro_batch)) for name in PHASES)
     pinned, pageable = host.training(facts, config, slots=slots)
@@ -105,13 +102,13 @@ def estimate(
 def lines(
     facts: ModelFacts, config: Mapping[str, Any], *, slots: int
 ) -> dict[str, tuple[Line, ...]]:
-    """Memory on the device for every micro batch: a phase's peak is its `highest`."""
+    """Return the lines of each phase on the device; `highest` gives the peak at a micro batch."""
     setup = Setup.of(facts, config, slots)
     facts = setup.facts
     parts = (_stage_0, _stage_1_or_2, _stage_1_or_2, _stage_3)[setup.strategy.stage](setup)
     held = parts.resident + parts.forward
     flat = (Line(parts.flat, if_room=True),) if parts.flat else ()
-    # Activations that are there while a bucket is reduced; about as many as for a matrix product.
+    # Activations that exist while a bucket is reduced: about as many as during a matrix product.
     kept = facts.matmul_bytes_per_sample or facts.first_gradient_bytes_per_sample
     is_whole = setup.strategy.stage == 3 and not facts.uses_zero_init
     whole = setup.model_bytes * facts.num_params if is_whole else 0
@@ -139,7 +136,7 @@ def _stage_0(s: Setup) -> _Parts:
     flat = min(trained, _ALL_REDUCE_BUCKET)
     held = size * trained if s.gas > 1 else 0
     gradients = size * (trained + flat) - held
-    if s.model_type == "fp32":  # trained as it is, and reduced in fp32, if it has another type
+    if s.model_type == "fp32":  # the model keeps its type; gradients are reduced in fp32
         resident, cast = size * (total + 2 * trained), 4 * flat if size < 4 else 0
         temporary = (2 if s.torch_adam else 1) * size * trained
         return _Parts(size * total, resident, held, 0, gradients + cast, temporary)
@@ -154,19 +151,19 @@ def _stage_1_or_2(s: Setup) -> _Parts:
     stage = s.strategy.stage
     in_fp32 = s.accumulation_bytes > size
     if stage == 1 and in_fp32 and s.model_type == "bf16" and not s.offload_optimizer:
-        # BF16_Optimizer; gradients of a micro step stay where they are until the next one's.
+        # BF16_Optimizer: gradients of a micro step stay allocated until those of the next.
         resident = size * total + 4 * trained + 12 * s.shard
         init = max(size * (total + trained), resident - 8 * s.shard)
         held = size * trained if s.gas > 1 else 0.0
         return _Parts(init, resident, held, 0, 2 * size * trained - held, size * trained)
-    # Gradients of parameters that touch the rank's own partition, whole; tied ones are there twice,
-    # and one that no bucket holds is reduced by itself.
+    # Whole gradients of the parameters that overlap the rank's partition. Tied ones exist twice,
+    # and one that exceeds the bucket is reduced by itself.
     own = min(trained, max(s.shard, largest) + 3 * largest if s.slots > 1 else trained)
     copies = (2 * largest if stage == 1 else 0) + (2 * largest if largest > s.bucket else 0)
     gradients = bucket + size * (own + copies)
     if stage == 1 and s.buckets == 1:
-        # They are reduced when all are there: beside them first the bucket alone, then the rank's
-        # partition as well, with what is not filled of the bucket.
+        # Gradients are reduced when all exist: at first only the bucket is added, then also the
+        # rank's partition, with the unfilled rest of the bucket.
         beside = largest + s.bucket if largest > s.bucket else largest
         gradients = size * (trained + max(s.bucket, s.shard + beside))
     flat = size * (total + trained)
@@ -174,8 +171,8 @@ def _stage_1_or_2(s: Setup) -> _Parts:
     if s.offload_optimizer:
         resident, init = size * (total + largest), size * (total + s.shard)
         if not in_fp32:
-            # The host takes the gradients of each bucket, after their norm in fp64; from the last
-            # rank while activations are there.
+            # Gradients of each bucket move to the host, after their norm in fp64; on the last rank
+            # while activations still exist.
             flattened = size * min(trained, s.bucket) if s.slots > 1 else 0
             taken = bucket + max(8 * largest, flattened)
             reduction = 0.0 if s.reduces_last else taken
@@ -214,13 +211,13 @@ def _stage_3(s: Setup) -> _Parts:
     live = size * min(total, max(s.live, largest)) if gathers else 0
     gather = size * min(total, s.prefetch) * (1 + 1 / s.slots) if s.slots > 1 else 0
     if s.offload_optimizer:
-        # The host takes the rank's part of each bucket, after the norm of each gradient in fp64.
+        # The rank's part of each bucket moves to the host, after the norm of each gradient in fp64.
         part = largest / s.slots
         taken = max(reduced, size * largest) + size * part + 8 * min(part, _NORM_BUFFER)
         if s.accumulation_bytes > size:
             taken += s.accumulation_bytes * min(trained, s.bucket) / s.slots
         reduction = 0.0 if s.reduces_last else taken
-        if largest > s.bucket:  # it is reduced first, when little else has been gathered
+        if largest > s.bucket:  # the largest is reduced first, when little else is gathered
             reduction -= max(0, live - size * (largest + 2 * s.prefetch))
             if s.slots > 1:  # the whole gradient is freed before the norm of its part
                 reduction -= size * largest
@@ -230,7 +227,7 @@ def _stage_3(s: Setup) -> _Parts:
         return _Parts(init, resident, live, 0, gradients, 0, reduction, gather)
     group = min(s.shard, s.sub_group)
     resident = own + (s.accumulation_bytes + s.state_bytes) * s.shard + bucket
-    moments = 2 * s.moment_bytes * s.shard  # come with the first step
+    moments = 2 * s.moment_bytes * s.shard  # allocated in the first step
     init = max(resident - moments + size * largest, own + 2 * s.master_bytes * s.shard)
     step = (s.accumulation_bytes + s.cast_bytes) * group if size == 2 else 4 * group
     if s.accumulation_bytes > size:  # gradients are cast as they are reduced, not in the step

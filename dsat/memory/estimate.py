@@ -1,4 +1,4 @@
-"""Predicted memory of a configuration."""
+"""Predicted memory of a configuration, and the settings that it depends on."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from dsat.values.zero_strategy import CPU, NVME, of_config
 
 PHASES = ("init", "forward", "backward", "step")
 SIMULATED, CLOSED_FORM = "simulated", "closed form"
-# Tokens of a simulated micro batch of which the values are known. Of more, transformers cannot tell
-# that they are not packed samples, and makes a mask that training does not have.
+# Largest number of tokens of a micro batch whose values a simulation knows. For more tokens,
+# transformers makes a mask that training does not have, as they might be packed samples.
 MOST_TOKENS = 2**22
 
-# Settings that make an engine write, count or print. DeepCompile runs on CUDA alone: a
-# configuration with it is predicted as one without it.
+# Settings that make an engine write, count or print. DeepCompile (`compile`) runs on CUDA alone: a
+# configuration with it is predicted as if it were off.
 _WITHOUT_MEMORY = (
     *("autotuning", "comet", "compile", "csv_monitor", "dump_state", "flops_profiler"),
     *("steps_per_print", "tensorboard", "wall_clock_breakdown", "wandb"),
 )
-_MOST_MICRO_STEPS = 2  # all later ones of an optimizer step are like the second
+_MOST_MICRO_STEPS = 2  # all later micro steps of an optimizer step are like the second
 
 
 def as_simulated(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a DeepSpeed configuration that memory depends on, without batch sizes.
+    """Return the settings that memory depends on, with at most two accumulation steps.
 
-    Configurations with the same one need the same memory at the same micro batch. A device needs as
-    much if state is on NVMe as if it is on the host.
+    Configurations with equal results need the same memory at the same micro batch. NVMe becomes
+    the host, because both leave the same state on the device.
     """
     total, micro, gas = BATCH_KEYS
     left_out = (total, micro, *_WITHOUT_MEMORY)
@@ -46,14 +46,14 @@ def as_simulated(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class MemoryEstimate(Recorded):
-    """Peaks of one rank in bytes, without what the device's libraries take for themselves.
+    """Peaks of the rank that needs most, in bytes, without the context of the device.
 
     Attributes:
-        init, forward, backward, step: on the device, by phase, from the second optimizer step on.
-            Of a rank on a CPU all of its tensors, since device and host are the same memory.
-        host_pinned, host_pageable: largest amounts of host memory that tensors held.
-        source: which way it was found, `SIMULATED` or `CLOSED_FORM`.
-        note: why it was not simulated.
+        init, forward, backward, step: on the device, by phase; all but `init` from the second
+            optimizer step on. On a CPU, all tensors: device and host share one memory.
+        host_pinned, host_pageable: peaks of the tensors on the host.
+        source: `SIMULATED` or `CLOSED_FORM`.
+        note: why the simulation failed; empty if it did not.
     """
 
     init: int

@@ -1,4 +1,4 @@
-"""A model and a DeepSpeed configuration, as the closed form reads them."""
+"""Sizes of a model and settings of DeepSpeed: the input of the closed form."""
 
 from __future__ import annotations
 
@@ -17,25 +17,27 @@ TYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of a model, and of whole samples on a slot, for the closed form.
+    """Sizes of a whole model and its activations; in `Setup`, of one slot's share.
 
     Attributes:
         num_params, trainable_params: elements.
-        largest_param: elements of the largest trained one.
-        usual_param: elements of the one that has the median of all trained elements.
-        forward_bytes_per_sample: activations at their largest in the forward pass, the loss's own
-            among them.
-        backward_bytes_per_sample: at their largest in the backward pass, gradients of parameters
-            not counted.
-        first_gradient_bytes_per_sample: those that are left when the first gradient is there.
-        matmul_bytes_per_sample: those that are there while matrices are multiplied, at most.
-        held_bytes_per_sample: what is left of a batch after the backward pass: the batch itself,
-            and what the script keeps of the outputs.
-        matmul_bytes: beside them, the first gradients and what the device's library takes.
-        workspace_bytes: what that takes, whatever is multiplied.
-        param_bytes: of a parameter in the forward pass, where a configuration enables no type.
-        uses_zero_init: stage 3 divides parameters as they are made; else a slot has all once.
-        hidden_size: by which a Trainer replaces "auto" sizes; None if it is not known.
+        largest_param: elements of the largest trained parameter; 0 if unknown.
+        usual_param: elements of the parameter that holds the median trained element, in order of
+            size; 0 if unknown.
+        forward_bytes_per_sample: peak of activations in the forward pass, including the loss.
+        backward_bytes_per_sample: peak of activations in the backward pass, without gradients of
+            parameters.
+        first_gradient_bytes_per_sample: activations that exist with the first gradient.
+        matmul_bytes_per_sample: peak of activations while matrices are multiplied.
+        held_bytes_per_sample: memory of a batch after the backward pass: the batch itself, and
+            outputs that the script keeps.
+        matmul_bytes: other memory while matrices are multiplied: first gradients, cuBLAS workspace.
+        workspace_bytes: workspace of cuBLAS.
+        param_bytes: bytes per element in the forward pass, unless a configuration sets fp16 or
+            bf16.
+        uses_zero_init: whether stage 3 partitions parameters as they are made, so no slot ever has
+            all of them.
+        hidden_size: by which a Trainer replaces "auto" sizes; None if unknown.
     """
 
     num_params: int
@@ -55,10 +57,10 @@ class ModelFacts:
 
     @classmethod
     def of_profile(cls, profile: ModelProfile) -> ModelFacts:
-        """Return the facts of a profile, which counts what is kept for the backward pass.
+        """Derive facts from a profile, which counts the activations kept for the backward pass.
 
-        Beside that are an operator's input and output, or the gradients of both: where most is
-        kept, those of the largest activation, as a rule the logits.
+        An operator's input and output, or their gradients, add two activations. At the peak these
+        have the size of the largest activation, usually the logits.
         """
         of_slot = profile.activation_bytes_per_sample
         of_slot += 2 * profile.largest_activation_bytes_per_sample
@@ -75,12 +77,12 @@ class ModelFacts:
         )
 
     def scaled(self, factor: float) -> ModelFacts:
-        """Return the facts of samples whose activations are so much larger."""
+        """Return the facts with all bytes per sample multiplied by a factor."""
         names = [field.name for field in fields(self) if field.name.endswith("_per_sample")]
         return replace(self, **{name: factor * getattr(self, name) for name in names})
 
     def divided(self, shared: Parallelism) -> ModelFacts:
-        """Return the part of a slot where several share layers and sequences."""
+        """Return one slot's share under tensor and sequence parallelism."""
         sizes = ("num_params", "trainable_params", "largest_param", "usual_param")
         of_slot = {name: getattr(self, name) // shared.tensor for name in sizes}
         return replace(self.scaled(shared.activations_kept), **of_slot)
@@ -88,7 +90,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Setup:
-    """A configuration: `facts` are a slot's, `slots` those among which ZeRO divides its state."""
+    """Settings of a configuration: `facts` are one slot's share, `slots` is ZeRO's group size."""
 
     facts: ModelFacts
     slots: int
@@ -108,7 +110,7 @@ class Setup:
 
     @classmethod
     def of(cls, facts: ModelFacts, config: Mapping[str, Any], slots: int) -> Setup:
-        """Read a whole DeepSpeed configuration on a number of slots."""
+        """Read a whole DeepSpeed configuration for a trial with `slots` slots."""
         zero = config.get("zero_optimization") or {}
         zero = ds_config.fill_in_sizes(zero, facts.hidden_size)
         model_type, accumulated = ds_config.data_types(config)
@@ -119,7 +121,7 @@ class Setup:
         shared = parallelism.of_config(config)
         return cls(
             facts=facts.divided(shared),
-            slots=max(1, slots // shared.tensor),  # ZeRO divides among those of other layers' parts
+            slots=max(1, slots // shared.tensor),  # that hold the same part of each layer
             model_bytes=size,
             accumulation_bytes=TYPE_BYTES[accumulated or model_type],
             model_type=model_type,
@@ -150,7 +152,7 @@ class Setup:
 
     @property
     def reduces_last(self) -> bool:
-        """True if one bucket holds all gradients; it is reduced after the backward pass."""
+        """True if one bucket holds all gradients, so it is reduced after the backward pass."""
         return self.facts.trainable_params <= self.bucket
 
     @property
@@ -163,15 +165,15 @@ class Setup:
 
 
 def _size(section: Mapping[str, Any], key: str, default: int) -> int:
-    """A number of the configuration, or its default where it is "auto" or missing."""
+    """Return a number of the configuration; the default if it is missing or no number ("auto")."""
     value = section.get(key)
     return int(value) if isinstance(value, (int, float)) else default
 
 
 def _low_precision_state(config: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return True for master weights, and for moments, that have the type of the model.
+    """Return whether master weights, and whether moments, have the type of the model.
 
-    `bf16_master_weights_and_grads`, `bf16_optimizer_states` (runtime/precision_config.py).
+    The settings are those of runtime/precision_config.py, such as `bf16_optimizer_states`.
     """
     bf16 = config.get("bf16") or config.get("bfloat16") or {}
     fp16 = config.get("fp16") or {}

@@ -1,4 +1,4 @@
-"""Predicted memory of a search's settings."""
+"""Predicted memory of the settings and trials of a search."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import BatchTriple
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
-# Factor over the largest micro batch that ran, up to which the formula alone is believed: it does
-# not know what a script computes outside of its model.
+# Without simulations, predictions are trusted up to this multiple of the largest micro batch that
+# ran: the formula does not know what a script computes outside of its model.
 FARTHEST = 16
 
 
 class Forecast:
-    """Predicted memory of everything that a run may try."""
+    """Predicted memory of all configurations that a run may try, corrected by its trials."""
 
     def __init__(self, basis: Basis, plan: Plan, profile: ModelProfile, space: Space) -> None:
         self._plan = plan
@@ -39,10 +39,10 @@ class Forecast:
         )
 
     def largest(self, settings: Mapping[str, Any]) -> float:
-        """The largest micro batch of some settings that fits; 0 if none does.
+        """Return the largest micro batch that fits with some settings; 0 if none fits.
 
-        Where the global batch is given, the largest micro batches accumulate no gradients, which
-        smaller ones may have to hold.
+        Under a fixed global batch, the largest micro batches may need no accumulated gradients,
+        which smaller ones hold. Without simulations, `FARTHEST` limits the result.
         """
         most = math.inf
         if self._ran and not self.model.basis.simulated:
@@ -50,7 +50,7 @@ class Forecast:
         return min(most, self._largest_predicted(settings))
 
     def fits(self, settings: Mapping[str, Any], micro_batch: int) -> bool:
-        """Return True if it may be launched; --search-range-factor above 1 widens the range."""
+        """Return True if a trial may be launched; --search-range-factor above 1 allows more."""
         beyond = max(1.0, self._plan.search_options.get("search_range_factor") or 1.0)
         shape = self._shape_of(settings, self._space.batch(micro_batch, settings).gas)
         return self.model.fits(shape, max(1, math.floor(micro_batch / beyond)))
@@ -66,7 +66,7 @@ class Forecast:
         return max(found, alone) if self._space.batch(reached, settings).gas == least else found
 
     def describe(self) -> list[str]:
-        """A line for each strategy: what its first settings need, and how we know."""
+        """Return a line on the memory of each strategy's first settings, and the basis's note."""
         lines = []
         for branch in self._space.branches:
             settings = branch.settings(0)
@@ -90,10 +90,10 @@ class Forecast:
         note = self.model.basis.note
         return [*lines, f"memory is predicted by formula: {note}"] if note else lines
 
-    # -- of a trial: its overrides of the user's configuration, and its switches of the script
+    # -- trials, given by their overrides of the user's configuration and their switches
 
     def predicted_bytes(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> int:
-        """The peak of one slot."""
+        """Return the predicted peak of one slot in bytes."""
         return self.model.predicted_bytes(
             self._shape(overrides, script_args), overrides[_MICRO_BATCH]
         )
@@ -109,7 +109,7 @@ class Forecast:
 
     def _shapes_of(self, settings: Mapping[str, Any]) -> tuple[Shape, Shape | None]:
         """Return the shapes with the most accumulation steps and, if they differ, the fewest."""
-        key = repr(settings)  # a search asks for thousands of them at each decision
+        key = repr(settings)  # a search needs thousands of shapes for each decision
         found = self._shapes.get(key)
         if found is None:
             sizes = self._space.micro_batches

@@ -1,4 +1,4 @@
-"""Host memory of a rank: what offloading keeps there, and the weights that a script loads first."""
+"""Host memory of ranks: offloaded state, and the weights that a script loads before training."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Any
 from dsat.memory.facts import ModelFacts, Setup
 from dsat.values.zero_strategy import NVME
 
-PER_HOST = 8  # devices of a usual host
+PER_HOST = 8  # devices of a typical host
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ROUNDED = re.compile(r"\bpinned_max_(?:round_threshold|cached_size)_mb:(\d+)")
 
 
 def training(facts: ModelFacts, config: Mapping[str, Any], *, slots: int) -> tuple[float, float]:
-    """Return the pinned and the pageable bytes of a rank, whatever the micro batch.
+    """Return the pinned and the pageable bytes of a rank's offloaded state.
 
-    Memory of the script itself is not counted, nor the buffers through which state on NVMe passes.
+    Both are 0 unless the optimizer is offloaded, and if any state is on NVMe: its buffers are not
+    counted. The script's own memory is not counted either.
     """
     s = Setup.of(facts, config, slots)
     if not s.offload_optimizer or NVME in (s.strategy.offload_optimizer, s.strategy.offload_param):
@@ -28,7 +29,7 @@ def training(facts: ModelFacts, config: Mapping[str, Any], *, slots: int) -> tup
     pinned, pageable = (0.0, 12 * s.shard) if s.strategy.stage == 3 else (0.0, 8 * s.shard)
     if s.strategy.stage == 3 and s.offload_param:
         of_params = [s.model_bytes * s.facts.num_params / s.slots]
-    pinned += sum(map(pinned_bytes, of_params))  # DeepSpeed pins them whatever the setting
+    pinned += sum(map(pinned_bytes, of_params))  # always pinned, whatever the setting
     if is_pinned(config):
         return pinned + sum(map(pinned_bytes, of_gradients)), pageable
     return pinned, pageable + sum(of_gradients)
@@ -37,7 +38,7 @@ def training(facts: ModelFacts, config: Mapping[str, Any], *, slots: int) -> tup
 def loaded_bytes(facts: ModelFacts, config: Mapping[str, Any]) -> int:
     """Return the bytes of the weights that each rank has on the host before training.
 
-    Stage 3 divides them as they are made, if the script makes its model under `zero.Init`.
+    They are 0 in stage 3 if the model is made under `zero.Init`, which partitions it at once.
     """
     s = Setup.of(facts, config, 1)
     is_divided = s.strategy.stage == 3 and facts.uses_zero_init
@@ -45,21 +46,21 @@ def loaded_bytes(facts: ModelFacts, config: Mapping[str, Any]) -> int:
 
 
 def of_host(facts: ModelFacts, config: Mapping[str, Any], rank_bytes: float, slots: int) -> int:
-    """Return the bytes that all ranks of a usual host need: to load, or to train.
+    """Return the bytes that all ranks of a typical host need to load or to train, the larger.
 
     Args:
-        rank_bytes: of a rank while it trains.
+        rank_bytes: host memory of a rank while it trains.
     """
     return round(ranks(slots) * max(rank_bytes, loaded_bytes(facts, config)))
 
 
 def ranks(slots: int) -> int:
-    """Return the number of ranks of a usual host."""
+    """Return the number of ranks on a typical host."""
     return min(slots, PER_HOST)
 
 
 def saved_without_pinning(facts: ModelFacts, config: Mapping[str, Any], *, slots: int) -> int:
-    """Return the bytes that `"pin_memory": false` saves on a usual host, for all its ranks."""
+    """Return the bytes that `"pin_memory": false` saves for all ranks of a typical host."""
     if not is_pinned(config) or not any(training(facts, config, slots=slots)):
         return 0
     blocks = _of_optimizer(Setup.of(facts, config, slots))
@@ -67,16 +68,16 @@ def saved_without_pinning(facts: ModelFacts, config: Mapping[str, Any], *, slots
 
 
 def is_pinned(config: Mapping[str, Any]) -> bool:
-    """Return whether what the optimizer keeps on the host is pinned, as it is by default."""
+    """Return whether offloaded optimizer state is pinned, as it is by default."""
     section = (config.get("zero_optimization") or {}).get("offload_optimizer")
     return not isinstance(section, Mapping) or section.get("pin_memory", True) is not False
 
 
 def pinned_bytes(size: float) -> int:
-    """Return what is allocated for pinned memory.
+    """Return the bytes allocated for a block of pinned memory.
 
-    torch rounds it up to a power of two (ATen/core/CachingHostAllocator.h), unless its settings or
-    those of DeepSpeed say otherwise.
+    torch rounds up to a power of two (ATen/core/CachingHostAllocator.h), unless environment
+    variables of torch or DeepSpeed prevent it.
     """
     whole = math.ceil(size)
     settings = ",".join(os.environ.get(name, "") for name in _ALLOCATOR)
@@ -88,14 +89,14 @@ def pinned_bytes(size: float) -> int:
 
 
 def _of_optimizer(s: Setup) -> Iterator[float]:
-    """Yield the blocks of a rank that the optimizer pins."""
+    """Yield the sizes in bytes of a rank's optimizer state that may be pinned, by block."""
     if s.strategy.stage != 3:
         yield from (4 * s.shard, 4 * s.shard, s.model_bytes * s.shard)
         yield s.model_bytes * s.facts.largest_param
         return
     yield s.accumulation_bytes * s.shard
-    # Gradients of sub-groups. The parameter that makes one large enough closes it, and makes it
-    # larger by anything up to its own size.
+    # Gradients of sub-groups. Each ends with the parameter that fills it, so it exceeds the
+    # configured size by up to the size of that parameter.
     beyond = s.facts.usual_param / s.slots
     mean = s.sub_group + beyond / 2
     count = int(s.shard // mean) if mean else 0

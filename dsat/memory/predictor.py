@@ -1,8 +1,8 @@
 """Memory of every configuration of a run: from a few simulations, corrected by every trial.
 
 One configuration of each strategy is simulated at about its largest micro batch. The closed form
-gives the difference of all others from it, and trials what no simulation sees. All of it is linear
-in the micro batch, phase by phase, so the largest one that fits is found without a search.
+derives the others from it, and trials add what no simulation sees. Each phase is a maximum of
+functions of degree 1 or 2 in the micro batch, so the largest that fits needs no search.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from dsat.values.codec import Recorded
 from dsat.values.outcome import MemoryUse, ModelProfile, Outcome, OutcomeKind
 from dsat.values.zero_strategy import of_config
 
-# Factor of the prediction that must be free.
+# Multiples of the prediction that must fit, before and after an exact measurement.
 UNCALIBRATED_MARGIN, CALIBRATED_MARGIN = 1.05, 1.02
-# Reserved beyond allocated memory is fragmentation only where it is this part of the limit, and up
-# to this factor: torch gives unused memory back before it runs out.
+# Reserved memory counts as fragmentation only if it is at least this fraction of the limit, and up
+# to this multiple of allocated memory: torch frees unused memory before it runs out.
 _TELLING_PART, _MOST_FRAGMENTED = 0.5, 1.25
-# Largest growth of a margin with each trial that ran out of memory against the prediction: of its
-# strategy's, and of all.
+# Largest factors by which a trial that ran out of memory against the prediction raises the margin
+# of its strategy, and of all strategies.
 _CAUTION, _CAUTION_OF_ALL = 1.15, 1.05
-_BEYOND = 1.04  # factor by which the new margin excludes that trial
-_RECOMPUTED = 2**-1.5  # of the activations, where checkpointing was not simulated
-# Bytes per sample that a prediction may miss, as fractions of the activations: workspaces, and what
-# a profile does not see of the backward pass.
+_BEYOND = 1.04  # with the raised margin, that trial exceeds the limit by at most this factor
+_RECOMPUTED = 2**-1.5  # assumed factor of activations, if checkpointing was not simulated
+# Bytes per sample that a prediction may miss, as fractions of the activations: workspaces after a
+# simulation, and the unseen part of the backward pass after a profile.
 _WORKSPACES, _UNSEEN = 0.05, 0.5
 
 
@@ -45,7 +45,7 @@ class Anchor:
     """A configuration that was simulated.
 
     Attributes:
-        slots: at which; those that are asked about if it is None.
+        slots: number simulated; None for the number to predict.
     """
 
     config: Mapping[str, Any]
@@ -59,8 +59,8 @@ class Variant:
     """The model with some switches of the script (`gradient_checkpointing`).
 
     Attributes:
-        facts: for the closed form.
-        anchors: one simulated configuration of each strategy and parallelism, where there is one.
+        anchors: simulated configurations; a strategy may be simulated at several numbers of slots,
+            and at a second, smaller micro batch, which shows bytes per pair of samples.
     """
 
     script_args: Mapping[str, Any]
@@ -73,7 +73,7 @@ class Basis(Recorded):
     """Basis of all predictions of a search; the first variant is the user's own.
 
     Attributes:
-        note: why nothing was simulated, if nothing was.
+        note: why nothing was simulated; empty if something was, or if no reason is given.
     """
 
     variants: tuple[Variant, ...]
@@ -83,7 +83,7 @@ class Basis(Recorded):
     def of_profile(
         cls, profile: ModelProfile, script_args: Mapping[str, Any], note: str = ""
     ) -> Basis:
-        """Return the basis of a profile, without any simulation."""
+        """Return a basis without simulations, from a profile."""
         return cls((Variant(dict(script_args), ModelFacts.of_profile(profile)),), note)
 
     @classmethod
@@ -95,7 +95,7 @@ class Basis(Recorded):
         return {}
 
     def corrections(self, slots: int) -> list[_Corrections]:
-        """Return what anchors add to the formula on a number of devices, by variant."""
+        """Return the corrections of the closed form on a number of devices, by variant."""
         if slots not in self._known_corrections:
             found = [_corrections(variant, slots) for variant in self.variants]
             self._known_corrections[slots] = found
@@ -111,11 +111,11 @@ class Shape:
     """Memory of a configuration as a function of the micro batch, before calibration.
 
     Attributes:
-        strategy: its name.
-        phases: a phase's peak is the highest of its lines.
+        strategy: name of the strategy.
+        phases: lines by phase; the highest one is the peak.
         host_bytes: of each rank on the host, whatever the micro batch.
-        source: of the fixed part, `SIMULATED` or `CLOSED_FORM`.
-        is_guess: nothing was simulated or profiled with its switches of the script.
+        source: `SIMULATED` or `CLOSED_FORM`.
+        is_guess: whether nothing was simulated or profiled with these switches of the script.
     """
 
     strategy: str
@@ -126,7 +126,7 @@ class Shape:
 
     @functools.cached_property
     def highest(self) -> Sequence[Line]:
-        """The lines without those that another one is above whatever the micro batch."""
+        """Lines that decide the peak; those below another at every micro batch are dropped."""
         lines = {
             (line.fixed, line.per_sample, line.per_pair)
             for lines in self.phases.values()
@@ -144,11 +144,11 @@ class Shape:
 
 _Corrections = Mapping[str, Mapping[str, float]]
 _HOST = "host"
-_OF_PAIRS = {name: f"{name}, of pairs" for name in PHASES}  # for each pair of samples
+_OF_PAIRS = {name: f"{name}, of pairs" for name in PHASES}  # keys of bytes per pair of samples
 
 
 def _corrections(variant: Variant, slots: int) -> _Corrections:
-    """Bytes by which simulations are above the closed form, by group and phase (or `_HOST`)."""
+    """Return simulated minus closed-form bytes, by group and phase (or `_HOST`)."""
     found: dict[str, dict[float, Mapping[str, float]]] = {}
     divided = {_group(a.config): of_config(a.config).stage > 0 for a in variant.anchors}
     first: dict[tuple[str, int], Anchor] = {}
@@ -169,7 +169,7 @@ def _corrections(variant: Variant, slots: int) -> _Corrections:
 
 
 def _excess(facts: ModelFacts, anchor: Anchor, slots: int) -> dict[str, float]:
-    """Return the bytes by which a simulation is above the closed form."""
+    """Return simulated minus closed-form bytes, by phase (or `_HOST`); 0 for pairs."""
     formula = closed_form.lines(facts, anchor.config, slots=slots)
     more = {
         name: getattr(anchor.estimate, name)
@@ -184,10 +184,10 @@ def _excess(facts: ModelFacts, anchor: Anchor, slots: int) -> dict[str, float]:
 def _between(
     known: Mapping[float, Mapping[str, float]], slots: int, divided: bool
 ) -> Mapping[str, float]:
-    """Interpolate corrections at numbers of slots, as of what the slots divide among themselves.
+    """Interpolate corrections between numbers of slots, linearly in 1 / slots.
 
-    Among ever more slots nothing is left of what simulations save (an optimizer with less state),
-    if they divide it.
+    Outside the known numbers they stay the same, except that above them negative ones (of an
+    optimizer with less state, say) fade to 0 if the slots divide state.
     """
     most = {n: max(0.0, more) if divided else more for n, more in known[max(known)].items()}
     known = {**known, math.inf: most}
@@ -202,15 +202,15 @@ def _between(
 
 
 def _group(config: Mapping[str, Any]) -> str:
-    """Name of the configurations that a simulated one stands for."""
+    """Return strategy and parallelism; a simulation stands for all configurations with both."""
     return " ".join([of_config(config).name, parallelism.of_config(config).label]).strip()
 
 
 def _with_written_bucket(config: Mapping[str, Any], facts: ModelFacts) -> Mapping[str, Any]:
-    """Return a configuration whose bucket of gradients is as large as what is written into it.
+    """Return a configuration whose gradient bucket is no larger than the trained parameters.
 
-    A process on processor cores uses only the pages that it writes. DeepSpeed's default bucket of
-    2 GB is mostly empty with a small model.
+    A process on a CPU uses only the pages that it writes, and a small model fills little of
+    DeepSpeed's default bucket of 2 GB.
     """
     zero = config.get("zero_optimization") or {}
     bucket = min(Setup.of(facts, config, 1).bucket, facts.trainable_params)
@@ -218,7 +218,7 @@ def _with_written_bucket(config: Mapping[str, Any], facts: ModelFacts) -> Mappin
 
 
 def fits_host(host_bytes: float, limit_bytes: int | None) -> bool:
-    """Return True if bytes and a margin fit in a host, or the host's memory is unknown."""
+    """Return True if bytes and a margin fit in a host, or if its memory is unknown."""
     return not limit_bytes or host_bytes * UNCALIBRATED_MARGIN <= limit_bytes
 
 
@@ -226,12 +226,12 @@ class MemoryModel:
     """Predicted memory of configurations, corrected by trials.
 
     Args:
-        basis: what was simulated, or profiled.
+        basis: simulations, or a profile.
         slots: of a trial.
-        limit_bytes: what a slot may use.
-        counts_context: that limit is the whole device's, with the context and the libraries.
-        host_limit_bytes: what a rank may use of the host; 0 if that is not known.
-        on_device: slots have memory of their own, of which DeepSpeed knows how much is left.
+        limit_bytes: memory limit of a slot.
+        counts_context: whether the limit includes the device's context and libraries.
+        host_limit_bytes: host memory per rank; 0 if unknown.
+        on_device: whether slots have memory of their own, whose free part DeepSpeed can query.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class MemoryModel:
         self._least_margin = 1.0
 
     def shape(self, config: Mapping[str, Any], script_args: Mapping[str, Any]) -> Shape:
-        """Memory of a whole DeepSpeed configuration with some switches of the script."""
+        """Return the memory of a whole DeepSpeed configuration with switches of the script."""
         facts, corrections, is_guess = self._known_of(script_args)
         strategy = of_config(config).name
         if self._counts_context and not self._on_device:
@@ -276,7 +276,7 @@ class MemoryModel:
                 for name, lines in phases.items()
             }
             host_bytes += more[_HOST] if host_bytes else 0.0
-        if self._on_device:  # without what is only needed where there is room for it
+        if self._on_device:  # without copies that DeepSpeed makes only if they fit
             phases = {
                 name: tuple(x for x in lines if not x.if_room or x.fixed <= self.limit_bytes)
                 for name, lines in phases.items()
@@ -289,13 +289,13 @@ class MemoryModel:
         return fits_host(shape.host_bytes, self.host_limit_bytes)
 
     def predicted_bytes(self, shape: Shape, micro_batch: float) -> int:
-        """The peak of one slot."""
+        """Return the predicted peak of one slot in bytes."""
         peak = max(shape.peak(phase, micro_batch) for phase in PHASES)
         peak += self._bytes_per_pair * micro_batch**2
         return round(peak + self._calibration.added_bytes(micro_batch) + self._context_bytes)
 
     def fits(self, shape: Shape, micro_batch: int) -> bool:
-        """Return True if a trial may be launched."""
+        """Return True if a trial is predicted to fit; a guess only has to fit on the host."""
         if not self.fits_host(shape):
             return False
         if shape.is_guess:
@@ -304,7 +304,7 @@ class MemoryModel:
         return needed * self._margin(shape.strategy) <= self.limit_bytes
 
     def largest(self, shape: Shape) -> float:
-        """The largest micro batch that fits and may be tried, a real number; 0 if none does."""
+        """Return the largest micro batch that fits, a real number; 0 if none fits."""
         if not self.fits_host(shape):
             return 0.0
         room = self.limit_bytes / self._margin(shape.strategy) - self._context_bytes
@@ -321,7 +321,7 @@ class MemoryModel:
         return min(largest, float(LARGEST_MICRO_BATCH)) if largest >= 1 else 0.0
 
     def learn(self, shape: Shape, micro_batch: int, outcome: Outcome) -> None:
-        """Correct later predictions by a trial's outcome."""
+        """Correct later predictions by a trial's outcome, unless its shape is a guess."""
         if shape.is_guess:
             return
         if outcome.ok and outcome.memory is not None:
@@ -336,7 +336,7 @@ class MemoryModel:
             self._learn_pairs(shape, micro_batch, asked_bytes(outcome.message))
             if not self.fits(shape, micro_batch):
                 return
-            # Something of this strategy needs more than is known.
+            # The bytes per pair do not explain the failure, so margins grow.
             needed = self.predicted_bytes(shape, micro_batch)
             margin = self._margin(shape.strategy)
             enough = _BEYOND * self.limit_bytes / max(1, needed)
@@ -346,14 +346,14 @@ class MemoryModel:
             )
 
     def _learn_pairs(self, shape: Shape, micro_batch: int, asked: int) -> None:
-        """Learn from a block that did not fit, of which a loss over pairs has two as a rule."""
+        """Derive bytes per pair from a failed allocation; such a loss usually has two of them."""
         if all(each.micro_batch >= micro_batch for each in self._observations):
-            return  # only if smaller ones ran as predicted, the missing part grows faster
+            return  # no smaller micro batch ran, so nothing indicates quadratic growth
         missing = 2 * asked - self.predicted_bytes(shape, micro_batch)
         self._bytes_per_pair += max(0.0, missing / micro_batch**2)
 
     def _learn_fragmentation(self, memory: MemoryUse) -> None:
-        """Learn from the trial that reserved most."""
+        """Set the fragmentation by a trial that reserved at least as much as all before."""
         reserved = max(memory.reserved_bytes.values(), default=0)
         allocated = max(memory.allocated_bytes.values(), default=0)
         if reserved < max(self._most_reserved, _TELLING_PART * self.limit_bytes) or not allocated:
@@ -363,7 +363,7 @@ class MemoryModel:
 
     @property
     def _usual_slope(self) -> float:
-        """Bytes per sample that may be missing in the prediction."""
+        """Bytes per sample that the prediction may miss."""
         own = self.basis.variants[0]
         part = _WORKSPACES if own.anchors else _UNSEEN
         return part * own.facts.backward_bytes_per_sample
@@ -379,12 +379,12 @@ class MemoryModel:
         return max(usual * self._fragmented, learned)
 
     def _known_of(self, script_args: Mapping[str, Any]) -> tuple[ModelFacts, _Corrections, bool]:
-        """Facts and corrections of the model with some switches; whether they are only guessed."""
+        """Return facts and corrections for some switches, and whether they are only guessed."""
         own = self.basis.variants[0]
         wanted = {**own.script_args, **{n: v for n, v in script_args.items() if affects_memory(n)}}
         for variant, corrections in zip(self.basis.variants, self._corrections, strict=True):
             if dict(variant.script_args) == wanted:
-                # What is not of activations was simulated with the user's own switches.
+                # Corrections beyond activations were simulated with the user's own switches.
                 return variant.facts, corrections or self._corrections[0], False
         factor = 1.0
         if wanted.get(CHECKPOINTING) != own.script_args.get(CHECKPOINTING):

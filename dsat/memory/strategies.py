@@ -1,4 +1,4 @@
-"""The strategies that predictions compare, and the user's configuration with each of them."""
+"""Strategies that predictions compare, and the user's configuration with each of them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ COMPARED = tuple(s for s in LADDER if NVME not in (s.offload_optimizer, s.offloa
 
 
 def compared(config: Mapping[str, Any]) -> list[Strategy]:
-    """Return the strategies that DeepSpeed accepts with the user's other settings."""
+    """Return the strategies of `COMPARED` that DeepSpeed accepts with the user's settings."""
     return [strategy for strategy in COMPARED if strategy.stage >= ds_config.least_stage(config)]
 
 
 def with_strategy(config: Mapping[str, Any], strategy: Strategy, slots: int) -> dict[str, Any]:
     """Return the user's configuration with another strategy, without batch sizes.
 
-    Slots share samples as in the user's configuration, if their number allows it. The number of
-    accumulation steps is the one of the user's global batch on these slots.
+    Tensor and sequence parallelism stay if they divide the slots. The accumulation steps are the
+    user's, or follow from the global batch and the micro batch; 1 if these are not given either.
     """
     own = parallelism.of_config(config)
     shared = DATA_ONLY if slots % own.shared else own

@@ -1,1 +1,1 @@
-"""Preparation of a command for trials: its program, its hosts and its packages."""
+"""Preparation of a command for trials or simulations: program, configuration, hosts, packages."""

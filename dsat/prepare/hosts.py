@@ -27,13 +27,13 @@ def acquire_hosts(
     given: Mapping[str, Any] | None = None,
     in_use: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[Host, ...]]:
-    """Acquire hosts where trials run, and release them afterwards.
+    """Acquire hosts where trials run, check them, and release them afterwards.
 
     Args:
-        engine: name of a place; other engines get this machine.
-        program: its launcher may choose devices.
-        in_use: variables of `accelerators.variables_of_memory_in_use`, from before the command
-            began.
+        engine: name of a place; for other engines, the host is this machine.
+        program: program whose launcher may choose devices.
+        given: options of the place, by keyword.
+        in_use: result of `accelerators.variables_of_memory_in_use` before the command began.
     """
     program = program or Entrypoint()
     launch = program.launch
@@ -58,7 +58,7 @@ def _names(positions: Sequence[int], variables: Mapping[str, str]) -> list[str]:
 
 
 def check_equal(hosts: Sequence[Host]) -> None:
-    """Raise UserInputError unless all hosts are equal."""
+    """Raise UserInputError unless all hosts have equal devices, software and numbers of cores."""
     first = hosts[0]
     for other in hosts[1:]:
         one, two = first.machine, other.machine
@@ -96,16 +96,13 @@ def check_kinds(host: Host) -> None:
 
 
 def extend_slots(hosts: Sequence[Host], slots: int) -> tuple[Host, ...]:
-    """Return hosts with enough devices for a trial.
-
-    On a CPU, a trial may have more ranks than its quota has cores.
-    """
+    """Return hosts with more CPU slots, if a trial needs more than the quota of cores allows."""
     share = -(-slots // len(hosts))
     return tuple(replace(host, machine=host.machine.extend(share)) for host in hosts)
 
 
 def describe(hosts: Sequence[Host]) -> str:
-    """Describe the hosts for people."""
+    """Describe the hosts for messages."""
     machine = hosts[0].machine
     if len(hosts) == 1:
         where = "" if hosts[0].is_here else f"1 host ({hosts[0].name}) with "
@@ -115,7 +112,7 @@ def describe(hosts: Sequence[Host]) -> str:
 
 
 def all_slots(hosts: Sequence[Host], program: Entrypoint) -> int:
-    """Return the devices that a launcher without a number uses: all of its machines'."""
+    """Return the number of ranks that a launcher starts by default, usually one per device."""
     launch, machine = program.launch, hosts[0].machine
     if machine.is_cpu and program.launcher == DEEPSPEED and not launch.hosts:
         return _numa_ranks()
@@ -123,9 +120,9 @@ def all_slots(hosts: Sequence[Host], program: Entrypoint) -> int:
 
 
 def _numa_ranks(nodes: Path = Path("/sys/devices/system/node")) -> int:
-    """Return the ranks that DeepSpeed's launcher starts on a CPU: one per NUMA node.
+    """Return the ranks that DeepSpeed's launcher starts on a CPU, usually one per NUMA node.
 
-    As `CPU_Accelerator.device_count` of DeepSpeed 0.19.8, which asks numactl.
+    As `CPU_Accelerator.device_count` (0.19.8): LOCAL_SIZE if that is set, 1 without numactl.
     """
     local_size = os.environ.get("LOCAL_SIZE", "")
     if local_size.isdecimal() and int(local_size):
@@ -136,7 +133,7 @@ def _numa_ranks(nodes: Path = Path("/sys/devices/system/node")) -> int:
 
 
 def check_slots(hosts: Sequence[Host], slots: int, *, where: str) -> None:
-    """Raise UserInputError if the hosts cannot run a trial with this many devices."""
+    """Raise UserInputError if the hosts cannot run a trial on this number of devices."""
     each = hosts[0].machine.num_slots
     most = each * len(hosts)
     if slots <= each or (slots <= most and slots % each == 0):

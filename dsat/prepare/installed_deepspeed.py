@@ -1,4 +1,4 @@
-"""The installed DeepSpeed's check of a configuration, cached."""
+"""Check of a configuration by the installed DeepSpeed, cached."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 120.0
 _PROGRAM = "dsat.in_trial.config_check"
-# Files of DeepSpeed that the answers depend on besides its version, for those who work on it.
+# DeepSpeed's files that decide the answers: developers change them without a new version.
 _SOURCES = ("runtime/config.py", "runtime/zero/config.py", "runtime/zero/offload_config.py")
 
 
@@ -39,7 +39,8 @@ class _Question:
 
     Attributes:
         place: file, and path of keys in it.
-        own: the user's configuration, whose unknown keys are allowed; None allows all.
+        whole: whether settings are also checked together.
+        own: the user's configuration, whose ignored keys are allowed; None allows all.
     """
 
     place: str
@@ -49,11 +50,11 @@ class _Question:
 
 
 def check(experiment: Experiment, program: Entrypoint) -> dict[str, Any]:
-    """Check the user's configuration, overrides and listed values by the installed DeepSpeed.
+    """Check the user's configuration, overrides and listed values with the installed DeepSpeed.
 
-    A separate process asks DeepSpeed, whose import takes seconds. Without DeepSpeed, or if trials
-    use another one, everything passes. Returns DeepSpeed's defaults by path, empty if
-    it is not asked. Raises UserInputError for a refused key, type, value or whole.
+    DeepSpeed runs in a separate process, since its import takes seconds. Everything passes if it is
+    missing, cannot be run, or is not the one of the trials. Returns DeepSpeed's defaults by path,
+    or nothing in these cases. Raises UserInputError for a refused key, type, value or combination.
     """
     questions = list(_questions(experiment))
     answer = None if program.interpreter else _answer(questions)
@@ -61,7 +62,7 @@ def check(experiment: Experiment, program: Entrypoint) -> dict[str, Any]:
         return {}
     problems: dict[str, UserInputError] = {}  # by place
     for question, verdict in zip(questions, answer["verdicts"], strict=True):
-        if not (question.whole and problems):  # a whole has the problems of its parts
+        if not (question.whole and problems):  # a whole repeats its parts' problems
             for problem in _find_problems(question, verdict, answer["version"]):
                 problems.setdefault(problem.where, problem)
     if problems:
@@ -79,7 +80,7 @@ def check(experiment: Experiment, program: Entrypoint) -> dict[str, Any]:
 def _find_problems(
     question: _Question, verdict: Mapping[str, Any], version: str
 ) -> Iterator[UserInputError]:
-    """Yield what DeepSpeed refuses, and keys of overrides that it would ignore."""
+    """Yield the settings that DeepSpeed refuses, and keys of overrides that it would ignore."""
     for problem in verdict["problems"]:
         place = question.place
         if problem["path"]:
@@ -111,7 +112,7 @@ def _part_for_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _answer(questions: Sequence[_Question]) -> dict[str, Any] | None:
-    """Return DeepSpeed's answer, from the cache or anew; None without one."""
+    """Return DeepSpeed's answer, from the cache if it is there; None without an answer."""
     stamp = _stamp()
     if stamp is None:
         return None
@@ -130,7 +131,7 @@ def _answer(questions: Sequence[_Question]) -> dict[str, Any] | None:
 
 
 def _stamp() -> str | None:
-    """Return an identifier of the installed DeepSpeed; None without it."""
+    """Identify the versions and files that decide the answers; None without DeepSpeed."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or spec.origin is None:
         return None
@@ -140,20 +141,20 @@ def _stamp() -> str | None:
         versions = [version("deepspeed"), version("torch"), __version__]
         files = [program, *(folder / source for source in _SOURCES)]
         return json.dumps([str(folder), versions, [file.stat().st_mtime_ns for file in files]])
-    except (PackageNotFoundError, OSError):  # a stand-in, or another layout
+    except (PackageNotFoundError, OSError):  # not a usual DeepSpeed
         return None
 
 
 def _ask(questions: str) -> dict[str, Any] | None:
-    """Ask DeepSpeed in another process; None without an answer."""
+    """Return DeepSpeed's answer from another process; None without an answer."""
     try:
         with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
             asked, answer = Path(folder, "questions.json"), Path(folder, "answer.json")
             asked.write_text(questions, encoding="utf-8")
             done = subprocess.run(  # noqa: S603
                 [sys.executable, "-m", _PROGRAM, str(asked), str(answer)],
-                cwd=folder,  # without modules that would be taken for others
-                # A device is not needed, and may hang.
+                cwd=folder,  # has no modules that could hide installed ones
+                # No device is needed, and a real one may hang.
                 env=variables_with_dsat({"DS_ACCELERATOR": "cpu"}),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,

@@ -10,15 +10,15 @@ from packaging.requirements import Requirement
 from dsat.errors import UserInputError
 
 DISTRIBUTION = "deepspeed-autotune"
-_EXTRA = "deepspeed"  # torch and DeepSpeed are no dependencies: they are the user's own
+_EXTRA = "deepspeed"  # torch and DeepSpeed are optional: users install their own
 TRAINING = ("torch", "deepspeed")
 
 
 def requirements() -> list[Requirement]:
-    """Return the packages that trials need, dsat's own dependencies among them."""
+    """Return the packages that trials need; without metadata only torch and DeepSpeed."""
     try:
         named = importlib.metadata.requires(DISTRIBUTION) or []
-    except importlib.metadata.PackageNotFoundError:  # it runs from a folder
+    except importlib.metadata.PackageNotFoundError:  # dsat runs from its source
         named = list(TRAINING)
     required = map(Requirement, named)
     return [r for r in required if r.marker is None or r.marker.evaluate({"extra": _EXTRA})]
@@ -34,7 +34,7 @@ def version(name: str) -> str | None:
 
 
 def check(also: str | None = None) -> None:
-    """Check that torch and DeepSpeed are installed in supported versions, and `also`.
+    """Check that torch and DeepSpeed are installed in supported versions, and `also` in any.
 
     Raises UserInputError if not.
     """

@@ -1,4 +1,4 @@
-"""A model on fake tensors: of the user's script, or of a transformers configuration."""
+"""A model on fake tensors: the user's script's, or that of a transformers configuration."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from dsat.values.trial import TrialOptions
 
 _log = logging.getLogger(__name__)
 _LOG = "simulation/stderr.log"
-# For the script to reach its first step, on a busy machine; processor time of each simulation.
+# Limit for the script to reach its first step, and for the processor time of each simulation.
 _TIMEOUT_S = 600.0
 _SCRIPT_HINT = (
     " `dsat tune` also searches scripts that cannot be simulated: it predicts their memory by "
@@ -42,11 +42,11 @@ _SCRIPT_HINT = (
 
 @dataclass(frozen=True)
 class SimulatedModel:
-    """A model whose simulation answers questions.
+    """A model with a simulator that predicts its memory.
 
     Attributes:
-        name: of the experiment, the script or the model.
-        config: the DeepSpeed configuration, with the optimizer that the script passes, if any.
+        name: name of the experiment, the script or the model.
+        config: the DeepSpeed configuration, completed by `build`.
     """
 
     name: str
@@ -55,7 +55,7 @@ class SimulatedModel:
 
     @classmethod
     def build(cls, name: str, config: Mapping[str, Any], simulator: Simulator) -> SimulatedModel:
-        """Complete the configuration with what the script passes."""
+        """Complete a configuration with the script's optimizer and the values of "auto" sizes."""
         script = simulator.script
         more: dict[str, Any] = {}
         if zero := config.get("zero_optimization"):
@@ -67,7 +67,7 @@ class SimulatedModel:
 
 @contextlib.contextmanager
 def simulate(settings: ModelSettings) -> Iterator[SimulatedModel]:
-    """Run a model on fake tensors, up to its first training step.
+    """Run a model on fake tensors up to its first training step, for simulations in the context.
 
     Raises:
         UserInputError: the settings or the files are wrong.
@@ -135,9 +135,9 @@ def warn_of_length(settings: ModelSettings, script: ScriptFacts) -> None:
 
 
 def name_of(model: str, path: Path) -> str:
-    """Return the name of a model: of its file, its folder or its Hub id, or else its type.
+    """Return the name of a model, from its file, folder or Hub id, or else its type.
 
-    `model` is the user's word for it, see `hf_config.find`.
+    `model` is the argument of `hf_config.find`, and `path` is the result.
     """
     if path.name != hf_config.CONFIG_FILE:
         return path.stem
@@ -148,7 +148,7 @@ def name_of(model: str, path: Path) -> str:
 
 
 def _read_source(settings: ModelSettings) -> Source:
-    """Return the user's script, or our own script that trains the model of a configuration."""
+    """Return the user's script, or dsat's own script for the model of a configuration."""
     if settings.model is not None:
         return _script_for(settings, settings.model)
     source = sources.read(settings)

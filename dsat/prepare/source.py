@@ -29,8 +29,8 @@ from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import TrialOptions
 
 _log = logging.getLogger(__name__)
-# What only a run of the command shows: which program its ranks run, with its configuration; or the
-# configuration alone, where the script makes it.
+# Facts that only a run of the command shows: the program of its ranks with its configuration, or
+# only the configuration, if the script makes it.
 PROGRAM, CONFIG = "program", "configuration"
 _SUFFIXES = (".json", ".hjson")  # of a configuration's file
 _HIDE_THE_HOOK = frozenset(("-I", "-E", "-S"))
@@ -38,10 +38,11 @@ _HIDE_THE_HOOK = frozenset(("-I", "-E", "-S"))
 
 @dataclass(frozen=True)
 class Source:
-    """An experiment, or a command as one.
+    """An experiment, or a command in the form of one.
 
     Attributes:
         unknown: `PROGRAM` or `CONFIG` if only a run of the command shows it; else empty.
+        ds_config: file of `--ds-config`; None if it is not given, or if arguments name the file.
     """
 
     experiment: Experiment
@@ -57,8 +58,8 @@ class Source:
     def can_run_first(self) -> bool:
         """Return whether the unchanged command trains the user's configuration.
 
-        Not with Determined's launchers or a hostfile. Nor with lists of values, an `autotuning`
-        section or `--ds-config`, which DeepSpeed does not know.
+        It does not with a launcher or Trial of Determined, a hostfile, `--ds-config` (see
+        `ds_config`), lists of values, or an `autotuning` section.
         """
         program = self.program
         return (
@@ -69,19 +70,19 @@ class Source:
         )
 
     def first_run(self, options: TrialOptions, slots: int | None) -> OwnCommand:
-        """Start the user's command as the first trial, a plain script with `slots` ranks."""
+        """Start the user's command as the first trial; a plain script gets `slots` ranks or 1."""
         return OwnCommand(self.command, Path.cwd(), options, ranks=self._ranks(slots))
 
     def _ranks(self, slots: int | None) -> int | None:
-        """Return the ranks of a plain script; None if the command starts them."""
+        """Return the number of ranks of a plain script; None if the command starts them."""
         program = self.program
         is_plain = self.unknown != PROGRAM and not program.launcher
         return (slots or 1) if is_plain else None
 
     def run_to_training(self, timeout_s: float, slots: int | None = None) -> Source:
-        """Run the command up to its training; return its program and configuration."""
+        """Run the command up to its training; return the source with what that shows."""
         _log.info("running `%s` up to its training", shlex.join(self.command))
-        # On several hosts the script alone shows its configuration.
+        # Instead of a command for several hosts, one rank of its script runs here.
         launch = self.program.launch
         own = not launch.hosts and launch.nodes == 1
         run = OwnCommand(
@@ -99,11 +100,11 @@ class Source:
             run.close()
 
     def complete_from_record(self, run: OwnCommand) -> Source:
-        """Return the program and configuration that a running command shows."""
+        """Return the source with the program and configuration that a running command shows."""
         ranks, cores = run.ranks(), os.sched_getaffinity(0)
         program = recorded_start.recognise_program(ranks, self.command, run.env, cores)
         file, own = own_files.form_of_training(self.command, Path.cwd()), self.program.launch
-        by_launcher = own.devices or own.not_devices  # which sets the variable itself
+        by_launcher = own.devices or own.not_devices  # the launcher sets the variable
         env = {n: v for n, v in program.env.items() if not (by_launcher and n in VISIBLE)}
         program = replace(
             program,
@@ -121,7 +122,7 @@ class Source:
         return _make_from_start(self, ranks, program)
 
     def slots_per_trial(self, given: int | None, available: int) -> int:
-        """Return the devices of a trial, by an option or by the user's files."""
+        """Return the number of devices of a trial, by an option or by the user's files."""
         program = self.program
         if not self.command:
             slots = given or self.experiment.slots_per_trial
@@ -132,7 +133,7 @@ class Source:
 
 
 def read(target: Target) -> Source:
-    """Read the target; start nothing.
+    """Read the target without running it.
 
     Raises:
         UserInputError: the target is wrong, or this process is a trial.
@@ -188,7 +189,7 @@ def refuse_in_trial() -> None:
 
 
 def read_experiment(target: Target) -> Experiment:
-    """Read an experiment's configuration, whatever its entrypoint is."""
+    """Read an experiment's configuration without checking its entrypoint."""
     assert target.config is not None and target.model_dir is not None
     return experiments.read(target.config, target.model_dir, target.include)
 
@@ -226,7 +227,7 @@ def _mark_word(program: Entrypoint, folder: Path) -> Entrypoint:
 
 
 def _config_of_command(given: Path | None, program: Entrypoint, folder: Path) -> Path | None:
-    """Return the DeepSpeed configuration that `--ds-config` or the script's arguments name."""
+    """Return the configuration that `--ds-config` or the script's arguments name, if any."""
     named = None if program.config_path is None else folder / program.config_path
     if given is not None and not given.is_file():
         raise UserInputError("there is no such file", where=f"--ds-config {given}")
@@ -263,7 +264,7 @@ def _command_of(target: Target, *, is_known: bool) -> tuple[str, ...]:
     given = command[0]
     if is_known and command[0].endswith(".py"):
         command = [sys.executable, *command]
-    elif is_known and command[0].startswith("python"):  # of the environment that dsat is in
+    elif is_known and command[0].startswith("python"):  # of dsat's own environment
         command = [sys.executable, *command[1:]]
     elif shutil.which(command[0]) is None:
         command = [str(Path(sys.executable).parent / command[0]), *command[1:]]
@@ -277,7 +278,7 @@ def _command_of(target: Target, *, is_known: bool) -> tuple[str, ...]:
         elif len(given.split()) > 1:
             hint = "Leave out the quotes around the whole command."
         raise UserInputError(problem, where=given, hint=hint)
-    if env:  # as a shell has them
+    if env:  # as a shell sets them
         command = ["env", *(f"{name}={value}" for name, value in env.items()), *command]
     return tuple(command)
 
@@ -289,7 +290,7 @@ def _make_from_start(source: Source, ranks: Sequence[RankStart], program: Entryp
     if source.unknown != PROGRAM:
         assert not isinstance(source.experiment.entrypoint, str)
         words = list(source.experiment.entrypoint)
-    if not folder.is_dir():  # the command has removed it at its end
+    if not folder.is_dir():  # removed when the command ended
         folder = Path(program.started_in)
     program = _mark_word(program, folder)
     named = program.config_path
@@ -313,8 +314,8 @@ def _make_from_start(source: Source, ranks: Sequence[RankStart], program: Entryp
 
 
 def _find_sizes(own: Mapping[str, Any], passed: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the values that the script set for "auto" sizes."""
-    _, *sizes = ds_config.BATCH_KEYS  # the global one follows
+    """Return the values that the script set for "auto" batch sizes, and Ulysses' size."""
+    _, *sizes = ds_config.BATCH_KEYS  # the global batch size follows
     left = [key for key in sizes if own.get(key) == ds_config.AUTO]
     found = {key: (passed or {}).get(key) for key in [*left, SEQUENCE_SIZE]}
     return {key: value for key, value in found.items() if isinstance(value, int)}

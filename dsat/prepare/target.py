@@ -45,7 +45,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings(Target):
-    """Options of the commands that simulate a script, or the model of a configuration."""
+    """Options of the commands that simulate a script or a transformers model."""
 
     model: str | None = option(
         "--model",
@@ -87,7 +87,7 @@ class ModelSettings(Target):
 
     @property
     def has_own(self) -> bool:
-        """Return whether the user has a DeepSpeed configuration."""
+        """Whether the user has a DeepSpeed configuration: always with a script."""
         return self.model is None or self.ds_config is not None
 
     def __post_init__(self) -> None:

@@ -1,5 +1,5 @@
-"""Prediction of memory by DeepSpeed's own engine on fake tensors.
+"""Memory predictions by DeepSpeed's own engine on fake tensors.
 
-The server runs in a process of the training script and allocates no weights; the client runs in
-dsat's process.
+The server runs in the training script's process, where large weights take no memory; the client
+runs in dsat's process.
 """

@@ -1,4 +1,4 @@
-"""Simulations of the script's model, from which the memory of other configurations follows."""
+"""Simulations of the script's model from which the closed form derives other configurations."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from dsat.values.outcome import ModelProfile
 from dsat.values.zero_strategy import of_config
 
 _log = logging.getLogger(__name__)
-# For the script to reach its first step, and processor time of each simulation.
+# Limit for the script to reach its first step, and for the processor time of each simulation.
 TIMEOUT_S = 180.0
 _FASTER = f" (at most {TIMEOUT_S:g} s of processor time each; --memory-model formula needs none)"
-# Factor of the formula's room beyond which nothing has to be simulated.
+# Nothing is simulated if the formula allows this multiple of the plan's largest micro batch.
 _PLENTY = 4.0
-# Factor of a simulated peak over the limit from which on memory is no line of the micro batch, as
-# with a loss over all pairs of samples: where it should end, it is simulated again.
+# A simulated peak above this multiple of the limit means that memory is not linear in the micro
+# batch (a loss over all pairs of samples, say). A second simulation then follows near the limit.
 _FAR = 1.5
-# Micro batches beyond it give no better prediction.
+# Larger micro batches give no better prediction.
 _LARGEST_SIMULATED = 2**16
-_MOST_COMBINATIONS = 12  # of the switches of a model
+_MOST_COMBINATIONS = 12  # of a model's switches, the script's own values included
 
 
 def of_run(
@@ -44,13 +44,13 @@ def of_run(
     as_cpu: bool,
     say: Callable[[str], None],
 ) -> Basis:
-    """Simulate a configuration of each strategy, with each setting of the script's switches.
+    """Simulate one configuration per strategy, with the user's switches and variants of these.
 
     Args:
-        engine: none of its slots are used.
-        profile: the basis where the script cannot be simulated.
+        engine: runs the script; a simulation occupies none of its slots.
+        profile: basis if the script cannot be simulated, or if every micro batch clearly fits.
         configs: whole DeepSpeed configurations, one of each strategy.
-        as_cpu: trials run on a CPU.
+        as_cpu: whether trials run on a CPU.
     """
     if _is_plenty(plan, profile, configs):
         note = f"all micro batches up to {plan.allowed_micro_batches[-1]} have plenty of room"
@@ -94,7 +94,7 @@ def variant_of(
 ) -> Variant:
     """Simulate each configuration at about the largest micro batch that fits.
 
-    The closed form answers for one that cannot be simulated.
+    Configurations that cannot be simulated are left to the closed form.
     """
     facts = simulator.facts(configs[0])
     basis = Basis((Variant(script_args, facts),))
@@ -120,7 +120,7 @@ def variant_of(
 
 
 def _is_plenty(plan: Plan, profile: ModelProfile, configs: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if everything fits even by a coarse formula."""
+    """Return True if the formula leaves ample room for the largest allowed micro batch."""
     model = MemoryModel(
         Basis.of_profile(profile, plan.switches),
         slots=plan.slots_per_trial,
@@ -137,9 +137,9 @@ def _of_levers(
     script_args: Mapping[str, Any],
     values: Mapping[str, Sequence[Any]],
 ) -> Iterator[Variant]:
-    """Yield the facts of the model with each combination of its other switches.
+    """Yield a variant for each other combination of the model's switches, up to a limit.
 
-    What cannot be simulated is left out: its trials run unpredicted.
+    Combinations that cannot be simulated are left out: their trials run without a prediction.
     """
     names = [name for name in MODEL_SWITCHES if name in values]
     combinations = itertools.product(*(values[name] for name in names))
@@ -151,7 +151,7 @@ def _of_levers(
 
 
 def _all_switches(plan: Plan) -> list[dict[str, bool]]:
-    """The user's own switches first, then the other setting of each that may be searched."""
+    """Return the user's switches, then a copy for each searchable switch with it inverted."""
     found = [dict(plan.switches)]
     for name, value in plan.switches.items():
         if name not in plan.fixed:

@@ -1,10 +1,10 @@
 """Attention kernels that torch would choose, and their workspaces.
 
-torch's own choice asks the device, which there is none of. The rules are those of torch 2.15 for
-compute capability 8.0 and later (`select_sdp_backend` in
-aten/src/ATen/native/transformers/cuda/sdp_utils.cpp); a test compares them with torch's answers.
-cuDNN's kernel, which comes first on 9.0 and 10.0, keeps the tensors that flash attention keeps, and
-is taken for it: how large its workspace is, is not known.
+torch's own choice queries the device, and a simulation has none. The rules are those of torch 2.15
+for compute capability 8.0 (`select_sdp_backend` in
+aten/src/ATen/native/transformers/cuda/sdp_utils.cpp); a test compares them with torch's choices. On
+9.0 and 10.0 torch prefers cuDNN. Flash attention stands in for it: both keep the same tensors for
+the backward pass, but the size of cuDNN's workspace is unknown.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ aten = torch.ops.aten
 
 _LARGEST_FLASH_HEAD = 256
 _HALF = (torch.float16, torch.bfloat16)
-# Both kernels want sizes that are multiples of these; the mask's last one is padded.
+# Kernels require multiples of these head sizes; the mask's last dimension is padded.
 _FLASH_ALIGNMENT, _MASK_ALIGNMENT = 8, 16
 _EFFICIENT_ALIGNMENT = {torch.float16: 8, torch.bfloat16: 8, torch.float32: 4}
-_SAMPLES_HEADS_TOKENS = 4  # dimensions: batch, heads, tokens, size of a head
+_SAMPLES_HEADS_TOKENS = 4  # number of dimensions: batch, heads, tokens, head size
 
 
 class Kernel(enum.Enum):
@@ -43,13 +43,13 @@ def kernel_for(
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> Kernel:
-    """Return the kernel that torch would choose among those that the script allows.
+    """Return the kernel that torch would choose on a GPU among those that the script enables.
 
     Args:
         query: batch x heads x tokens x head size.
-        key, value: as the query, with tokens of their own.
+        key, value: likewise; their numbers of tokens and heads may differ from the query's.
         mask: added to the scores, or boolean.
-        enable_gqa: several heads of the query share one of key and value.
+        enable_gqa: whether several heads of the query may share a head of key and value.
     """
     if not _fit_fused_kernels(query, key, value, enable_gqa=enable_gqa):
         return Kernel.MATH
@@ -88,9 +88,9 @@ def uses_flash_on_cpu(
     *,
     enable_gqa: bool = False,
 ) -> bool:
-    """Return whether torch takes flash attention on a CPU, where the alternative is plain math.
+    """Return whether torch chooses flash attention on a CPU, not the math kernel.
 
-    As `use_flash_attention_cpp` in aten/src/ATen/native/transformers/sdp_utils_cpp.cpp of 2.15.
+    See `use_flash_attention_cpp` in aten/src/ATen/native/transformers/sdp_utils_cpp.cpp (2.15).
     """
     tensors = (query, key, value)
     return (
@@ -126,7 +126,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` by the fused kernel that torch would choose."""
+    """Run `scaled_dot_product_attention` with the kernel that torch would choose."""
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (t.to(dtype) for t in (query, key, value))
@@ -177,7 +177,7 @@ def attention(
 
 
 def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """The mask as the memory-efficient kernel wants it."""
+    """Return the mask, padded and expanded as the memory-efficient kernel requires."""
     if mask is None:
         return None
     missing = -mask.size(-1) % _MASK_ALIGNMENT
@@ -186,20 +186,20 @@ def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> 
     return mask.expand(*query.shape[:-1], key.size(-2))
 
 
-# -- what kernels take while they run
+# -- workspaces
 
 
 def workspace_bytes(function: Any, args: Sequence[Any]) -> int:
-    """Bytes that an operator allocates besides its results, and frees before it returns."""
+    """Return the bytes that an attention operator allocates and frees while it runs; else 0."""
     of = _WORKSPACES.get(function)
     return 0 if of is None else of(args)
 
 
 def _flash_backward(args: Sequence[Any]) -> int:
-    """Bytes that `mha_bwd` of flash_attn/flash_api.cpp allocates.
+    """Return the bytes that `mha_bwd` of flash_attn/flash_api.cpp allocates.
 
-    These are the fp32 sums of the gradients of query and softmax, and the gradients of shared heads
-    before their sum. The kernel copies inputs that do not have tokens before heads.
+    These are fp32 accumulators for the query's gradient and the softmax, gradients of shared heads
+    before summation, and copies of inputs whose memory layout does not have tokens before heads.
     """
     gradient, query, key, _, out = args[:5]
     samples, heads, tokens, size = query.shape
@@ -211,18 +211,18 @@ def _flash_backward(args: Sequence[Any]) -> int:
 
 
 def _efficient_forward(args: Sequence[Any]) -> int:
-    """Sums of the result in fp32, where heads are large (`_efficient_attention_forward`)."""
+    """Return the bytes of fp32 accumulators of large heads (`_efficient_attention_forward`)."""
     query, _, value = args[:3]
     is_large = query.dtype in _HALF and value.size(-1) > 128
     return int(4 * (query.numel() // query.size(-1)) * value.size(-1)) if is_large else 0
 
 
 def _efficient_backward(args: Sequence[Any]) -> int:
-    """Bytes that `_efficient_attention_backward` of cuda/attention_backward.cu allocates.
+    """Return the bytes that `_efficient_attention_backward` (cuda/attention_backward.cu) allocates.
 
-    These are `delta` and fp32 sums by blocks (`workspace_elements_*` of
-    mem_eff_attention/kernel_backward.h): of the query's gradient, and for large heads of the key's
-    and the value's.
+    These are `delta`, gradients of shared heads, and fp32 accumulators by blocks
+    (`workspace_elements_*` of mem_eff_attention/kernel_backward.h) for the query's gradient and,
+    with large heads, the key's and the value's.
     """
     _, query, key = args[:3]
     samples, heads, tokens, size = query.shape
@@ -237,7 +237,7 @@ def _efficient_backward(args: Sequence[Any]) -> int:
 
 
 def _shared_heads(query: torch.Tensor, key: torch.Tensor) -> int:
-    """Gradients of key and value for each head of the query, where heads share them."""
+    """Return the bytes of gradients of key and value per query head; 0 if no heads are shared."""
     if query.size(1) == key.size(1):
         return 0
     samples, heads, _, size = query.shape

@@ -1,8 +1,8 @@
-"""Autocast on the simulation's device, as CUDA's: torch has none for a private device.
+"""Autocast on the simulation's device, like CUDA's: torch has none for a private device.
 
-Which operators compute in which type is that of aten/src/ATen/autocast_mode.h (torch 2.15), as is
-that casts of trained parameters are kept until the outermost context ends: in a forward pass they
-take two bytes for each parameter of four.
+The lists of operators by type are those of aten/src/ATen/autocast_mode.h (torch 2.15). As there,
+casts of trained fp32 parameters are cached until the outermost context ends, so in a forward pass
+they add two bytes to the four of each parameter.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FULL_PRECISION = """
     upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d upsample_bicubic2d
     _upsample_bicubic2d_aa norm.Scalar norm.ScalarOpt_dim
 """.split()
-# These get a `dtype` where the caller gave none.
+# These get `dtype=torch.float32` if the caller passes no `dtype`.
 _WITH_DTYPE = """
     prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm
     linalg_matrix_norm linalg_matrix_norm.str_ord sum sum.dim_IntList
@@ -54,10 +54,10 @@ class Autocast:
         self._device_type = device_type
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         fallback, aten = Library("_", "IMPL"), Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-        self._libraries = fallback, aten  # what they register goes with them
+        self._libraries = fallback, aten  # own the registered kernels
 
     def install(self) -> None:
-        """Register the casts, and let CUDA's autocast mean that of the device."""
+        """Register the casts, and redirect CUDA's autocast to the device."""
         fallback, aten = self._libraries
         fallback.fallback(fallthrough_kernel, _KEY)  # type: ignore[no-untyped-call]
         for names, rule in (
@@ -68,12 +68,12 @@ class Autocast:
         ):
             for name in names:
                 operator = _operator(name)
-                if operator is not None:  # by another name in another version of torch
+                if operator is not None:  # other versions of torch name some differently
                     aten.impl(name, functools.partial(rule, operator), _KEY)  # type: ignore[no-untyped-call]
         self._follow_contexts()
 
     def _follow_contexts(self) -> None:
-        """Use contexts for CUDA, also those already entered, for the device."""
+        """Apply contexts for CUDA, including those already entered, to the device."""
         entered, clear = torch.is_autocast_enabled("cuda"), torch.clear_autocast_cache
         if entered:
             torch.set_autocast_enabled(self._device_type, True)
@@ -155,7 +155,7 @@ class Autocast:
 
 @contextlib.contextmanager
 def outside_of_contexts() -> Iterator[None]:
-    """Leave the contexts of autocast that the script has entered, so that casts are dropped."""
+    """Reset the nesting level of autocast, so that inner contexts drop casts; it stays enabled."""
     entered = torch.autocast_increment_nesting() - 1
     for _ in range(entered + 1):
         torch.autocast_decrement_nesting()

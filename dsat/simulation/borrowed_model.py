@@ -1,4 +1,4 @@
-"""The script's model: the engine that the script gets for it, and its simulations."""
+"""The script's model: its stand-in engine for the script, and its simulations."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from dsat.simulation.storage_tracker import StorageTracker
 
 _TOKENS_DIM = 2  # samples and tokens
 _PRECISIONS = ("bf16", "bfloat16", "fp16")
-# Settings that affect a script before its first step: sizes, types and data.
+# Settings that affect a script before its first step: batch sizes, data types, data, schedules.
 _BEFORE_STEPS = (
     *BATCH_KEYS,
     *_PRECISIONS,
     *("curriculum_learning", "data_efficiency", "dataloader_drop_last", "gradient_clipping"),
     *("scheduler", "torch_autocast"),
 )
-# Settings of a precision that concern the optimizer, and that DeepSpeed refuses at stage 0.
+# Endings of settings of a precision that concern the optimizer; DeepSpeed refuses them at stage 0.
 _OF_STATE = ("_master_weights_and_grads", "_optimizer_states")
 End = Callable[[Mapping[str, Any]], None]
 
 
 class BorrowedModel:
-    """Arguments that a script passes to `deepspeed.initialize`, kept for simulations.
+    """The model and other arguments that a script passes to `deepspeed.initialize`.
 
     Attributes:
         earlier: all tensors of the process when the script called `deepspeed.initialize`.
-        uses_zero_init: stage 3 partitions parameters while the script makes them.
+        uses_zero_init: whether stage 3 partitions parameters while the script makes them.
 
     Raises:
         SimulationUnsupported: the model is a pipeline.
@@ -69,14 +69,14 @@ class BorrowedModel:
         self._on_host: dict[int, torch.Tensor] = {}
         self.earlier = weak.WeakTensorKeyDictionary()
         for each in gc.get_objects():
-            # By type: an instance check asks lazily loaded objects for their attributes.
+            # By type: `isinstance` reads attributes of lazily loaded objects.
             if issubclass(type(each), torch.Tensor):
                 self.earlier[each] = None
 
     def engine_for_the_script(self) -> Any:
-        """Call `deepspeed.initialize` for stage 0 with a simple optimizer, on fake parameters.
+        """Call `deepspeed.initialize` for stage 0 with SGD, on fake parameters; return its result.
 
-        The model has its own tensors again afterwards, in the type that DeepSpeed trains them in.
+        Afterwards the model has its own tensors again, in the type that DeepSpeed trains them in.
         """
         config = _of_stand_in(self._config)
         with for_fake_cpu(), ValuesMode(), StorageTracker("cpu"):
@@ -104,8 +104,8 @@ class BorrowedModel:
     def on_first_training_forward(self, serve: Callable[..., Any]) -> None:
         """Call `serve(args, kwargs)` in place of the engine's first forward pass in training.
 
-        `backward` and `step` are looked up when they are called: the script takes `backward` before
-        the forward pass in `engine.backward(engine(batch))`.
+        `backward` and `step` are resolved when called: `engine.backward(engine(batch))` evaluates
+        `engine.backward` before the forward pass, which replaces both.
         """
         engine, original = self._engine, self._engine.forward
         self._after_forward = dict.fromkeys(("backward", "step"), _refuse_without_forward)
@@ -123,13 +123,13 @@ class BorrowedModel:
         return lambda *args, **kwargs: self._after_forward[name](*args, **kwargs)
 
     def keep_integers(self, args: Any, kwargs: Any) -> None:
-        """Copy the batch's integers from a device, which a forked process cannot read."""
+        """Copy the batch's integers to the host: a forked process cannot read a device."""
         for tensor in tensors_in([args, dict(kwargs)]):
             if tensor.device.type != "cpu" and not tensor.dtype.is_floating_point:
                 self._on_host[id(tensor)] = tensor.cpu()
 
     def facts(self, args: Any, kwargs: Mapping[str, Any]) -> ScriptFacts:
-        """Return facts of the script for the client, by one of its batches."""
+        """Return facts of the script for the client, from its first batch."""
         model = self._arguments["model"]
         size = max((p.element_size() for p in model.parameters()), default=4)
         return ScriptFacts(
@@ -146,10 +146,10 @@ class BorrowedModel:
         )
 
     def optimizer(self) -> dict[str, Any]:
-        """Return the `optimizer` section that stands for the optimizer that the script passes.
+        """Return an `optimizer` section for the optimizer that the script passes; empty if none.
 
-        Its type is Adam for DeepSpeed's own and for torch's, which is like DeepSpeed's if it is
-        fused; otherwise the full name of its class. The section is empty if the script passes none.
+        Its type is Adam for DeepSpeed's Adam, and for torch's Adam and AdamW without `amsgrad` and
+        `foreach=False` (`torch_adam` unless fused); otherwise the full name of the class.
         """
         passed = self._arguments.get("optimizer")
         if passed is None:
@@ -163,17 +163,17 @@ class BorrowedModel:
         return {"type": f"{kind.__module__}.{kind.__qualname__}"}
 
     def sequence_length(self, args: Any, kwargs: Mapping[str, Any]) -> int | None:
-        """The second size of the batch's first matrix of integers: tokens of a sample."""
+        """Return the tokens per sample: columns of the first integer matrix; None without one."""
         for tensor in tensors_in([args, dict(kwargs)]):
             if tensor.dim() == _TOKENS_DIM and tensor.dtype in (torch.int32, torch.int64):
                 return int(tensor.shape[1])
         return None
 
     def begin(self, request: Mapping[str, Any], args: Any, kwargs: Any, end: End) -> Any:
-        """Simulate a candidate up to the script's forward pass; return its outputs.
+        """Simulate a candidate up to and including the script's forward pass; return its outputs.
 
         Args:
-            request: the attributes of `Question`, of which `switches` differ from the script's own.
+            request: the fields of `Question`, among others; `switches` are set on the model.
             end: called with the result at the end of the script's micro step.
         """
         candidate = Question(**{name: request[name] for name in Question._fields})
@@ -189,7 +189,7 @@ class BorrowedModel:
             sequence_length=None if packed_length else self.sequence_length(args, kwargs),
             on_host=self._on_host,
             uses_zero_init=self.uses_zero_init,
-            # Of a batch that is made once, the script's other tensors are as old as it is.
+            # If the batch itself is older than the engine, age identifies no other tensors.
             earlier=() if any(t in self.earlier for t in tensors_in(args)) else self.earlier,
         )
         config = as_simulated(ds_config.fill_in_auto(candidate.config, self._config))
@@ -205,7 +205,7 @@ class BorrowedModel:
             return outputs
 
         def script_forward(*args: Any, **kwargs: Any) -> Any:
-            # Without a backward pass it belongs to this micro step: pairs, or another model's loss.
+            # Before a backward pass it belongs to this micro step: pairs, or another model's loss.
             return script_step() if has_gradients else watched(run.forward_again(args, kwargs))
 
         def script_backward(*args: Any, **kwargs: Any) -> None:
@@ -224,7 +224,7 @@ class BorrowedModel:
         return outputs
 
     def _samples(self, batch: Any) -> tuple[int, int]:
-        """Return the size of the script's batch and the length of its packed row, if any."""
+        """Return the number of samples of a batch, and the length of its packed row (0 if none)."""
         micro_batch = int(self._config.get("train_micro_batch_size_per_gpu", 1))
         shapes = [t.shape for t in tensors_in(batch) if t.dim() > 0]
         sizes = [shape[0] for shape in shapes]
@@ -251,7 +251,7 @@ def _switch(model: torch.nn.Module, wanted: Mapping[str, Any]) -> None:
 
 
 def _of_stand_in(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the script's engine: stage 0, without refusable settings."""
+    """Return the configuration of the stand-in engine: stage 0 and `_BEFORE_STEPS`."""
     found = {key: config[key] for key in _BEFORE_STEPS if key in config}
     for key in _PRECISIONS:
         if isinstance(found.get(key), Mapping):
@@ -260,7 +260,7 @@ def _of_stand_in(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_list(trained: Any) -> list[torch.Tensor]:
-    """Parameters of a list of them, or of groups of them."""
+    """Return the parameters in a list of parameters or of parameter groups."""
     if isinstance(trained, torch.Tensor):
         return [trained]
     if isinstance(trained, Mapping):

@@ -1,4 +1,4 @@
-"""Model and batch that the script gave to DeepSpeed, and fake tensors in place of its own."""
+"""Model and batch that the script gave to DeepSpeed, and fake tensors in place of the model's."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class Captured:
     """Model and batch that the script gave to DeepSpeed.
 
     Attributes:
-        initialize: DeepSpeed's own function.
-        arguments: of `deepspeed.initialize`, by name.
-        snapshot: the model as it was then.
-        micro_batch: the samples in its first batch.
-        packed_length: of the one row that holds all samples; 0 if each has a row of its own.
-        sequence_length: tokens of a sample, if samples are sequences of tokens.
-        on_host: copies of integers that it has on another device, by the `id` of each.
-        uses_zero_init: stage 3 partitions parameters while the script makes them.
-        earlier: tensors that the script had before its engine.
+        initialize: DeepSpeed's own `deepspeed.initialize`.
+        arguments: of `deepspeed.initialize`, by name, without the configuration.
+        snapshot: the model when the script passed it.
+        micro_batch: number of samples in the script's first batch.
+        packed_length: length of the one row that holds all samples; 0 if samples are not packed.
+        sequence_length: tokens per sample; None for packed samples, and for other data than tokens.
+        on_host: copies of the batch's integers on a device, by the `id` of the original.
+        uses_zero_init: whether stage 3 partitions parameters while the script makes them.
+        earlier: tensors older than the engine; empty if the batch is among them.
     """
 
     initialize: Callable[..., Any]
@@ -47,8 +47,8 @@ class Captured:
     def shape_for(self, candidate: Question, tensor: torch.Tensor) -> list[int]:
         """Return the shape of a tensor with a candidate's micro batch and part of a sequence.
 
-        What the script had before its engine is of a batch only if it has just as many rows: a
-        weight for each class has others.
+        A tensor older than the engine counts as batch data only with exactly one row per sample: a
+        tensor of class weights, for example, has another number of rows.
         """
         wanted, shape = self._length_for(candidate), tensor.shape
         if self.packed_length:
@@ -57,7 +57,7 @@ class Captured:
         samples, rest = divmod(shape[0], self.micro_batch)
         rest = rest or (samples != 1 and tensor in self.earlier)
         first = shape[0] if rest else samples * candidate.micro_batch
-        # Of what has no samples, positions alone are tokens.
+        # Without samples, only positions (one row, or one dimension) can hold tokens.
         is_of_tokens = not rest or shape[0] == 1 or len(shape) == 1
         sizes = [first, *shape[1:]]
         place = min(1, len(shape) - 1)
@@ -66,13 +66,13 @@ class Captured:
         return sizes
 
     def _length_for(self, candidate: Question) -> int:
-        """Tokens of a sample that each rank of the candidate has."""
+        """Return the tokens per sample on each rank of the candidate; 0 for other data."""
         own = self.packed_length // self.micro_batch or self.sequence_length or 0
         return -(-own // candidate.parallelism.sequence)
 
 
 def repeated(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """Repeat the values of a tensor of the batch in another shape."""
+    """Return a tensor of the batch in another shape, with its values repeated or cut off."""
     for dim, (own, wanted) in enumerate(zip(tensor.shape, shape, strict=True)):
         if own != wanted:
             tensor = tensor.index_select(dim, torch.arange(wanted) % own)
@@ -97,7 +97,7 @@ class _Form:
         )
 
     def fake(self, device: str, floating: torch.dtype | None = None) -> torch.Tensor:
-        """A new tensor of this form, under the fake mode that is active; maybe of another type."""
+        """Make a tensor of this form in the active fake mode; `floating` replaces float types."""
         dtype = floating if floating and self.dtype.is_floating_point else self.dtype
         tensor = torch.empty_strided(self.shape, self.stride, dtype=dtype, device=device)
         if not self.is_parameter:
@@ -106,7 +106,7 @@ class _Form:
 
 
 class ModuleSnapshot:
-    """A module's tensors and hooks before DeepSpeed has it, to be taken out and put back."""
+    """A module's tensors and hooks before DeepSpeed changes them, for replacing and restoring."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
@@ -126,7 +126,7 @@ class ModuleSnapshot:
     def put_fakes(
         self, device: str, floating: torch.dtype | None = None
     ) -> dict[int, torch.Tensor]:
-        """Restore the module with fake tensors.
+        """Restore the module's hooks, and put fake tensors in place of its own.
 
         Returns:
             The fakes by the `id` of the tensor that each replaces.
@@ -137,13 +137,13 @@ class ModuleSnapshot:
         return fakes
 
     def change(self, change: Callable[[torch.nn.Module], None]) -> None:
-        """Let a function change hooks and attributes as if the script had done so."""
+        """Let a function change the module's hooks and attributes, and record the hooks."""
         self._put_hooks()
         change(self.module)
         self._hooks = self._hooks_now()
 
     def put_back(self, fakes: Mapping[int, torch.Tensor]) -> None:
-        """Restore the module's own tensors, in the types of its fakes."""
+        """Restore the module's own tensors, converted to the types of their fakes."""
         for key, tensor in self._tensors.items():
             if fakes[key].dtype != tensor.dtype:
                 assign(tensor, tensor.detach().to(fakes[key].dtype))
@@ -162,7 +162,7 @@ class ModuleSnapshot:
             vars(module)[kind][name] = None if own is None else tensors[id(own)]
 
     def sizes(self) -> dict[str, int]:
-        """Sizes of parameters for `ModelFacts`."""
+        """Return the numbers of elements of the parameters, as fields of `ModelFacts`."""
         forms = [form for form in self._forms.values() if form.is_parameter]
         trained = sorted(math.prod(form.shape) for form in forms if form.requires_grad)
         up_to, whole = zip(trained, itertools.accumulate(trained), strict=True), sum(trained)
@@ -175,7 +175,7 @@ class ModuleSnapshot:
 
 
 def translated(value: Any, fakes: Mapping[int, torch.Tensor]) -> Any:
-    """A list of parameters, or of groups of them, with fakes for the real ones."""
+    """Replace the parameters in a list of parameters or parameter groups by their fakes."""
     if isinstance(value, torch.Tensor):
         return fakes[id(value)]
     if isinstance(value, dict):
@@ -186,7 +186,7 @@ def translated(value: Any, fakes: Mapping[int, torch.Tensor]) -> Any:
 
 
 def without_state(optimizer: Any, fakes: Mapping[int, torch.Tensor]) -> Any:
-    """An optimizer of the same class and settings for the fakes, without any state."""
+    """Return a copy of a torch optimizer for the fakes, without state; others unchanged."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     stateless = copy.copy(optimizer)

@@ -1,4 +1,4 @@
-"""Client of the simulation server in the user's script."""
+"""Client of the simulation server that runs in the user's script."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from dsat.simulation.protocol import Question, ScriptFacts
 from dsat.values.step_trace import ModelTrace, StepTrace
 from dsat.values.zero_strategy import of_config
 
-# Large enough for activations, and not gradients, to decide the peak of the backward pass: samples
-# of two micro batches, and fewer of so long ones that they would have more tokens.
+# Two micro batches, large enough that activations, not gradients, decide the peak of the backward
+# pass; smaller for long sequences, so that the larger one has at most this many tokens.
 _MICRO_BATCHES_FOR_SLOPES, _TOKENS_FOR_SLOPES = (256, 512), MOST_TOKENS // 2
-# Sections that a model's own passes depend on; "auto" in them is the script's to decide.
+# Sections that a model's own passes depend on; the script's values replace "auto" in them.
 _OF_ACTIVATIONS = ("bf16", "bfloat16", "fp16", "torch_autocast", "activation_checkpointing")
 _DEPENDS_ON_DATA = "DynamicOutputShapeException"  # torch._subclasses.fake_tensor
 _OF_EXPERTS = " (shapes depend on data, as those of experts before transformers 5)"
@@ -42,21 +42,21 @@ class SimulationHost(Protocol):
 
 
 class SimulationUnavailable(Exception):
-    """The script does not reach the point where it could be simulated."""
+    """The script did not reach its first training step, ended, or cannot be simulated."""
 
 
 class Simulator:
-    """Simulated memory of configurations of one script.
+    """Simulator of configurations of one script.
 
-    A context manager: the script runs from its beginning, up to its first training step and as long
-    as there may be questions, to its end.
+    As a context manager, it starts the script, waits for its first training step, and ends the
+    script at exit.
 
     Args:
-        timeout_s: for the script to reach its first step, and processor time of each simulation.
-        workspace_bytes: what cuBLAS takes on the device while it multiplies; by default as much as
-            on the devices where it is most, and nothing on a CPU.
-        model_switches: of the model that the script has built (`gradient_checkpointing`); those
-            that are missing are as the script has them.
+        timeout_s: limit for the script to reach its first step, and for the processor time of each
+            simulation.
+        workspace_bytes: workspace of cuBLAS; by default that of Hopper and later, 0 on a CPU.
+        model_switches: switches to set on the script's model (`gradient_checkpointing`); others
+            stay as the script sets them.
 
     Raises:
         SimulationUnavailable: the script does not reach its first step.
@@ -104,7 +104,7 @@ class Simulator:
         failure = self._engine.start_simulation_server(self._folder, self._script_args)
         deadline = time.monotonic() + self._timeout_s
         while True:
-            is_running = self._engine.has_simulation_server()  # before a look at what it wrote
+            is_running = self._engine.has_simulation_server()  # before its files are read
             facts = protocol.receive(self._folder / protocol.SCRIPT_FILE)
             if facts is not None:
                 return ScriptFacts(**facts)
@@ -129,14 +129,14 @@ class Simulator:
     def estimate_each(
         self, questions: Sequence[Question]
     ) -> Iterator[tuple[int, MemoryEstimate | str]]:
-        """Yield the number of a question with its answer, as `estimates` returns it, on arrival."""
+        """Yield each question's number and answer (see `estimates`) as soon as it arrives."""
         for number, answers in self._answers_of_ranks(questions):
             yield number, _largest(answers)
 
     def trace_each(
         self, questions: Sequence[Question]
     ) -> Iterator[tuple[int, tuple[MemoryEstimate, StepTrace] | str]]:
-        """Simulate as `estimate_each` does, and trace the step of the first rank."""
+        """Do as `estimate_each`, and add a trace of the first rank's step to each estimate."""
         traced = [question._replace(traced=True) for question in questions]
         for number, answers in self._answers_of_ranks(traced):
             found = _largest(answers)
@@ -148,7 +148,7 @@ class Simulator:
     def _answers_of_ranks(
         self, questions: Sequence[Question]
     ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-        """Yield the number of a question with the answers of `_ranks`, on arrival of the last."""
+        """Yield each question's number and the answers of its `_ranks`, once all have arrived."""
         asked = [
             (number, question._replace(rank=rank, traced=question.traced and rank == 0))
             for number, question in enumerate(questions)
@@ -167,9 +167,9 @@ class Simulator:
         config: Mapping[str, Any],
         switches: Mapping[str, Any] | None = None,
     ) -> ModelFacts:
-        """Facts of the model for the closed form, from its own passes with two micro batches.
+        """Return facts of the model for the closed form, from its passes at two micro batches.
 
-        `switches` are those of the model, beside the simulator's own.
+        `switches` are set on the model in addition to the simulator's `model_switches`.
 
         Raises:
             SimulationUnavailable: the passes cannot be simulated.
@@ -181,13 +181,13 @@ class Simulator:
         return self._facts[key]
 
     def traced_facts(self, config: Mapping[str, Any]) -> tuple[ModelFacts, ModelTrace]:
-        """Return the facts of the model, and the trace of the same passes; see `facts`."""
+        """Return the facts of the model as `facts` does, and the trace of the same passes."""
         facts, answers = self._passes(Question(config, 1, 1, traced=True))
         small, large = (StepTrace.from_json(answer["trace"]) for answer in answers)
         return facts, ModelTrace(small, large)
 
     def _passes(self, question: Question) -> tuple[ModelFacts, list[dict[str, Any]]]:
-        """Return the facts by the model's own passes at two micro batches, and their answers."""
+        """Simulate the model's own passes at two micro batches; return facts and both answers."""
         question = question._replace(config=_of_activations(question.config), activations_only=True)
         sizes = _MICRO_BATCHES_FOR_SLOPES
         length = self.script.sequence_length
@@ -231,7 +231,7 @@ class Simulator:
             yield number, {"failed": self._problem}
 
     def _exchange(self, questions: Sequence[Question]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Send questions, and yield their answers in any order."""
+        """Send questions, and yield each one's number and answer, in any order."""
         first, self._number = self._number, self._number + len(questions)
         waiting = list(range(first, self._number))
         for number, question in zip(waiting, questions, strict=True):
@@ -254,7 +254,7 @@ class Simulator:
                 if time.monotonic() > deadline:
                     raise SimulationUnavailable("no answer from the script: timed out")
                 time.sleep(_POLL_S if waiting else 0.0)
-        finally:  # what nobody waits for any more
+        finally:  # withdraw questions that nobody waits for any more
             for number in waiting:
                 self._path(number).unlink(missing_ok=True)
 
@@ -271,18 +271,18 @@ class Simulator:
 
 
 def _ranks(question: Question) -> list[int]:
-    """Return the ranks that may need most.
+    """Return the ranks that may need the most memory.
 
-    Only in stages 1 and 2 they differ. The first rank has the first layers' parameters, with their
-    gradients at the end of the backward pass; the last one takes memory for all of its gradients
-    at the beginning, when all activations are there.
+    Ranks differ only in stages 1 and 2. The first rank holds gradients of the first layers, which
+    come at the end of the backward pass. The last rank allocates all its gradients at the start of
+    that pass, while all activations exist.
     """
     last = question.slots - 1
     return [0, last] if last > 0 and of_config(question.config).stage in (1, 2) else [0]
 
 
 def _largest(answers: Sequence[dict[str, Any]]) -> MemoryEstimate | str:
-    """Return the most that a rank needs in each phase, or why it is not known."""
+    """Return each phase's maximum over the ranks, or why a rank could not be simulated."""
     reasons = [answer["failed"] for answer in answers if answer.get("failed")]
     if reasons:
         return str(reasons[0])

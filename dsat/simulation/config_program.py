@@ -1,6 +1,6 @@
-"""A training script for a model that is known by its transformers configuration alone.
+"""Training script for a model of which only the transformers configuration is known.
 
-It runs like a user's script, but only in simulations: random batches, the model's own loss.
+It runs only in simulations, in place of a user's script, and trains on random batches.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from dsat.simulation.versions.transformers_models import type_argument
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _USUAL_SEQUENCE = 2048
-_POSITIONS = ("max_position_embeddings", "max_target_positions")  # of decoders of speech
+_POSITIONS = ("max_position_embeddings", "max_target_positions")  # the latter in speech decoders
 _USUAL_IMAGE, _CHANNELS = 224, 3
-_AUDIO_SAMPLES, _MEL_FRAMES = 160_000, 3000  # ten seconds at 16 kHz; whisper's thirty
+_AUDIO_SAMPLES, _MEL_FRAMES = 160_000, 3000  # 10 s at 16 kHz; Whisper's 30 s
 
 
 class LowRank(torch.nn.Module):
-    """A frozen linear layer and its trained low-rank part (LoRA, arXiv 2106.09685), as in PEFT."""
+    """Frozen linear layer with a trained low-rank part (LoRA, arXiv 2106.09685), as in PEFT."""
 
     def __init__(
         self, base: torch.nn.Module, rank: int, inputs: int, outputs: int, dropout: float
@@ -46,12 +46,14 @@ class LowRank(torch.nn.Module):
 
 
 def add_lora(model: torch.nn.Module, settings: Mapping[str, str]) -> None:
-    """Freeze a model and add trained low-rank parts to some of its layers.
+    """Freeze a model in place and add trained low-rank parts to some of its layers.
 
     Args:
-        model: is changed.
-        settings: `r`, `target` (last parts of layers' names, with + between, or `all-linear`) and
-            `dropout`.
+        settings: `r`, `dropout` and `target` (last parts of layer names, joined by +, or
+            `all-linear`); each has a default.
+
+    Raises:
+        InvalidTrial: no layer has such a name.
     """
     targets = settings.get("target", "q_proj+v_proj").split("+")
     if targets == [ALL_LINEAR]:
@@ -78,7 +80,7 @@ def add_lora(model: torch.nn.Module, settings: Mapping[str, str]) -> None:
 
 
 def _linear_layers(model: Any) -> list[str]:
-    """Return the last parts of the names of all linear layers but the output embedding."""
+    """Return the last part of the name of each linear layer, except the output embedding."""
     output = model.get_output_embeddings()
     return sorted(
         {
@@ -91,10 +93,10 @@ def _linear_layers(model: Any) -> list[str]:
 
 
 def build(path: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """Build the model of a configuration file, in the class that the file names.
+    """Build the model of a configuration file, in the class that it names or a suitable one.
 
     Raises:
-        InvalidTrial: the installed transformers cannot.
+        InvalidTrial: the installed transformers refuses the file, or has no such model.
     """
     import transformers
 
@@ -120,10 +122,10 @@ def build(path: Path, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[int], Any]:
-    """Return a function that makes a batch of a number of samples for the model's main input.
+    """Return a function that makes a random batch for the model, given the number of samples.
 
     Raises:
-        InvalidTrial: the model takes no such sequence, or none at all.
+        InvalidTrial: the model accepts no sequences of this length, or no sequences at all.
     """
     config, kind = model.config, type(model).__name__
     text = config.get_text_config()
@@ -154,7 +156,7 @@ def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[i
             found = {main: torch.randn(samples, sequence or _AUDIO_SAMPLES, dtype=dtype)}
         elif main == "input_features":
             bins = getattr(config, "num_mel_bins", 80)
-            frames = 2 * getattr(config, "max_source_positions", 0)  # whisper takes no other length
+            frames = 2 * getattr(config, "max_source_positions", 0)  # Whisper's only length
             found = {
                 main: torch.randn(samples, bins, frames or sequence or _MEL_FRAMES, dtype=dtype)
             }
@@ -171,9 +173,9 @@ def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[i
 
 
 def _learns_positions(model: Any, number: float) -> bool:
-    """Return whether a model has a table of so many positions; OPT's has two rows more."""
+    """Return whether a model learns an embedding of `number` positions; OPT has two more rows."""
     of_tokens = None
-    # transformers raises it for models without token embeddings (Wav2Vec2).
+    # transformers raises this for models without token embeddings (Wav2Vec2).
     with contextlib.suppress(NotImplementedError):
         of_tokens = model.get_input_embeddings()
     return any(
@@ -190,7 +192,7 @@ def loss_of(outputs: Any) -> torch.Tensor:
 
 
 def main() -> None:
-    """Train on random batches."""
+    """Train on random batches without end."""
     import deepspeed
 
     parser = argparse.ArgumentParser()
@@ -202,7 +204,7 @@ def main() -> None:
     parser.add_argument("--deepspeed_config")
     args = parser.parse_args()
     dtype = _DTYPES[args.dtype]
-    # As the Trainer does, whose models are partitioned in stage 3 while they are made.
+    # Like the Trainer, whose models stage 3 partitions while they are made.
     with deepspeed.zero.Init(config_dict_or_path=args.deepspeed_config):
         model: Any = build(args.model, dtype)
     if args.lora is not None:

@@ -1,8 +1,8 @@
 """A device that exists only for fake tensors, and DeepSpeed's view of it.
 
-A Python module replaces the backend of torch's private device type
-(`dsat.simulation.versions.device_types`), so autograd finds streams and guards for a device that no
-machine has. DeepSpeed asks its accelerator object for everything else.
+`dsat.simulation.versions.device_types` registers a backend for torch's private device type, so
+autograd finds streams and guards for a device that no machine has. DeepSpeed uses its accelerator
+object for everything else.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from dsat.simulation.storage_tracker import PINNED, StorageTracker
 from dsat.simulation.versions import device_types
 
 DEVICE_TYPE = "dsat"
-# More than any model needs: nothing in DeepSpeed is to act as if memory were short.
+# More than any model needs, so that DeepSpeed never acts as if memory were short.
 _TOTAL_BYTES = 2**50
 
 
 class Stream:
-    """A stream, or an event, in which everything is done at once."""
+    """Stand-in for a stream or an event, whose work is always finished."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -83,7 +83,7 @@ class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        """Note whether collectives are issued beside the default stream."""
+        """Note in the trace whether collectives run on another stream than the default one."""
         trace = self._tracker.trace
         if trace is None:
             yield
@@ -111,7 +111,7 @@ class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
         tensor: torch.Tensor,
         make_copy: bool = True,
         match_shape: bool = True,
-        align_bytes: int = 1,  # up to 0.18; of no effect on sizes that are powers of two
+        align_bytes: int = 1,  # up to 0.18; no effect on powers of two
     ) -> torch.Tensor:
         return self._pinned(tensor.shape if match_shape else (tensor.numel(),), tensor.dtype)
 
@@ -134,7 +134,7 @@ class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
 
 
 def register() -> None:
-    """Make the device known to torch, for the rest of the process."""
+    """Register the device in torch, for the rest of the process."""
     backend = types.SimpleNamespace(
         is_initialized=lambda: True,
         is_available=lambda: True,
@@ -152,7 +152,7 @@ def register() -> None:
 
 
 def install(accelerator: CPU_Accelerator) -> None:
-    """Make it DeepSpeed's accelerator; `set_accelerator` refuses unknown ones."""
+    """Make an accelerator DeepSpeed's, for the rest of the process."""
     from deepspeed.accelerator import real_accelerator
 
     real_accelerator.ds_accelerator = accelerator

@@ -1,10 +1,10 @@
 """Building of the script's model without the memory of its parameters.
 
-Until `uninstall` every large parameter and buffer of a module is a fake tensor, without values.
-What is computed from these is fake too; the script's data, small parameters and random numbers are
-real. Initialisers and `load_state_dict` do nothing to a fake tensor, and files of weights are not
-read. `item()` gives a value of the right type; what cannot work at all (`numpy()`, say) raises, and
-the closed form answers in place of a simulation.
+Until `uninstall`, every large parameter and buffer of a module is made as a fake tensor, without
+values. Results computed from it are fake too; the script's data, small parameters and random
+numbers are real. Initialisers and `load_state_dict` do not change a fake tensor, and large files of
+weights are not read. `item()` returns a constant of the right type. What cannot work (`numpy()`,
+say) raises an error, and the closed form replaces the simulation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 # Smaller parameters and buffers are real, because some scripts read them.
 SMALLEST_FAKE_BYTES = 2**20
-# Initial values that are larger are not even computed.
+# A module's larger initial values are not even computed.
 _LARGEST_INITIAL_BYTES = 2**25
 _INITIAL_VALUES = ("empty", "full", "ones", "rand", "randn", "zeros")
 _LARGEST_FILE_READ_BYTES = 2**25
@@ -39,11 +39,11 @@ _NOT_FAKED = ("gguf_file", "quantization_config", "tp_plan")
 
 
 class NotFaked(Exception):
-    """Request of the script that needs real parameters."""
+    """The script requests something that needs real parameters."""
 
 
 class ScriptMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """The mode of the script's own fake tensors; simulations have one of theirs."""
+    """Mode of the script's own fake tensors; those of simulations have `ValuesMode`."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -59,10 +59,10 @@ class ScriptMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def value_of(dtype: torch.dtype) -> bool | float | int:
-    """Value returned for an element of a fake tensor."""
+    """Return the constant that `item()` gives for a fake tensor of this type."""
     if dtype == torch.bool:
         return False
-    return 1.0 if dtype.is_floating_point else 0  # integers flag overflows
+    return 1.0 if dtype.is_floating_point else 0  # an integer may be a flag of an overflow
 
 
 def is_scripts(tensor: torch.Tensor) -> bool:
@@ -71,10 +71,10 @@ def is_scripts(tensor: torch.Tensor) -> bool:
 
 
 class FakeParameters:
-    """Creation of large parameters without memory, by torch, transformers and DeepSpeed.
+    """Patches of torch, transformers and DeepSpeed that make large parameters fake.
 
     Attributes:
-        fake_bytes: size of the parameters and buffers that are fake.
+        fake_bytes: total size of the parameters and buffers that were made fake.
     """
 
     def __init__(self) -> None:
@@ -87,14 +87,14 @@ class FakeParameters:
     def partitions_in_stage_3(self, model: torch.nn.Module) -> bool:
         """Return whether stage 3 partitions a model's parameters while the script makes it.
 
-        The script opens `zero.Init`, or transformers does so by the DeepSpeed configuration that it
-        knew when it made the model: whatever the stage now, a candidate's would be in its place.
+        True if the script used `zero.Init`, or if transformers knew a DeepSpeed configuration when
+        it made the model. The current stage does not matter: a candidate's would replace it.
         """
         made = self._made_by_transformers
         return self._opened_zero_init or any(module in made for module in model.modules())
 
     def install(self) -> None:
-        """Change torch, DeepSpeed and transformers, now or when it is imported."""
+        """Patch torch and DeepSpeed now, and transformers now or at its import."""
         self._replace(torch.nn.Parameter, "__new__", self._new_parameter)
         self._replace(torch.nn.Module, "register_buffer", self._register_buffer)
         self._replace(torch.nn.Module, "_apply", _apply)
@@ -112,7 +112,7 @@ class FakeParameters:
     # -- tensors
 
     def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a fake tensor of the same form for a large one."""
+        """Return a fake tensor of the same form for a large one; other tensors unchanged."""
         size = tensor.numel() * tensor.element_size()
         if is_scripts(tensor):
             self.fake_bytes += size
@@ -146,7 +146,7 @@ class FakeParameters:
         return register_buffer
 
     def _initial_values(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """A factory function whose large results are fake where a module is constructed."""
+        """Wrap a factory function: in a module's constructor, large float results are fake."""
 
         @functools.wraps(original)
         def factory(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -192,9 +192,9 @@ class FakeParameters:
         self._undo.enter_context(mock.patch.object(place, name, new))
 
     def _replace_zero_init(self) -> None:
-        """Make `zero.Init` only take note: it would leave the script with empty parameters.
+        """Make `zero.Init` only record its use: it would leave the script with empty parameters.
 
-        Also if it is not enabled: the script decides that by the stage, which may now be 0.
+        Uses with `enabled=False` count too: scripts derive it from the stage, which may be 0 here.
         """
         module: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
 
@@ -220,7 +220,7 @@ def _in_constructor(frame: Any) -> bool:
 
 
 def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Module._apply` (`to`, `bfloat16`, ...) without swapping fake tensors, which cannot be."""
+    """Wrap `Module._apply` (`to`, `bfloat16`, ...): torch cannot swap fake parameters."""
 
     @functools.wraps(original)
     def apply(self: torch.nn.Module, fn: Callable[..., Any], recurse: bool = True) -> Any:
@@ -241,7 +241,7 @@ def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def assign(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """`tensor.data = other`, of another type or device maybe."""
+    """Set `tensor.data`, also to a tensor of another type or device."""
     if other is not tensor:
         tensor.data = other.detach()
         if isinstance(tensor, FakeTensor) and isinstance(other, FakeTensor):
@@ -249,7 +249,7 @@ def assign(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def _copied(tensor: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy of a fake tensor, a parameter if it is one."""
+    """Deep-copy a fake tensor; a parameter stays a parameter."""
     if id(tensor) not in memo:
         with torch.no_grad():
             new = tensor.detach().clone()
@@ -262,7 +262,7 @@ def _copied(tensor: Any, memo: dict[int, Any]) -> Any:
 
 
 def _from_config_alone(cls: Any, name: Any, *model_args: Any, **kwargs: Any) -> Any:
-    """`PreTrainedModel.from_pretrained` that looks for the configuration and for no weights."""
+    """Replace `PreTrainedModel.from_pretrained`: read the configuration, and no weights."""
     asked = [key for key in _NOT_FAKED if kwargs.pop(key, None) is not None]
     if asked:
         raise NotFaked(f"from_pretrained with {asked[0]}")
@@ -292,7 +292,7 @@ def _from_config_alone(cls: Any, name: Any, *model_args: Any, **kwargs: Any) -> 
 
 
 def _dtype(asked: Any, config: Any) -> torch.dtype:
-    """The type in which `from_pretrained` would load."""
+    """Return the type in which `from_pretrained` would load."""
     if asked is None and loads_float32():
         return torch.float32
     if asked is None or asked == "auto":

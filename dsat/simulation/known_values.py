@@ -1,8 +1,8 @@
-"""Fake tensors whose values are known: small integers, such as tokens, masks and sizes of images.
+"""Fake tensors with known values: small ones, such as tokens, masks and sizes of images.
 
-Models compare and count these, index with them, and have shapes that depend on them. Every operator
-whose arguments are known is run for real too, on the CPU, beside its fake run; what it gives is
-known again. Views of a real tensor are views of it, so what is written in place is known as well.
+Models compare and count such values, index with them, and have shapes that depend on them. An
+operator whose inputs are all known runs on the CPU too, besides its fake run; its real results are
+the values of the fake ones. Views share memory, so they see values that are written in place.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from dsat.simulation.fake_parameters import value_of
 from dsat.simulation.operands import by_name, tensors_in
 
 aten = torch.ops.aten
-_MOST_FLOATS = 2**12  # positions in an image, say; no activations
+_MOST_FLOATS = 2**12  # elements: positions in an image, say, but no activations
 _UNINITIALISED = ("aten::empty", "aten::new_empty", "prims::empty")
-_REAL = "_dsat_real"  # attribute of a fake tensor: the real one
+_REAL = "_dsat_real"  # attribute of a fake tensor that holds its values
 _COMPARISONS = {getattr(aten, name).Scalar for name in ("gt", "ge", "lt", "le", "eq", "ne")}
 
 
 class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A mode of fake tensors, some of which have values; others have one of the right type."""
+    """Mode of fake tensors, some with known values; for others `item()` gives a constant."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -41,7 +41,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Have torch call the mode directly: nothing is compiled here."""
+        """Return False, so that torch calls the mode directly: nothing is compiled here."""
         return False
 
     def know(self, fake: torch.Tensor, values: Callable[[], torch.Tensor]) -> None:
@@ -74,7 +74,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             out: Any = super().__torch_dispatch__(func, types, self._moved(func, args), kwargs)
             self._forget_parts(out, (*args, *kwargs.values()))
             if func in _COMPARISONS and out.numel() == 1:
-                # As `item()` would answer: DeepSpeed up to 0.19.2 asserts that a norm is above 0.
+                # As with `item()`: DeepSpeed up to 0.19.2 asserts that a norm is above 0.
                 like, other = torch.full(out.shape, value_of(args[0].dtype)), args[1]
                 self.know(out, lambda: func(like, other))
             return out
@@ -88,13 +88,13 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return out
 
     def _moved(self, func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Make a real tensor fake before it goes to a device, which may not be there."""
+        """Return the arguments; a copied real tensor becomes fake, as its device may not exist."""
         if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
             return (self.from_tensor(args[0]), *args[1:])
         return tuple(args)
 
     def _is_view(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return True for a view of a fake tensor that no other tensor decides."""
+        """Return True for a view of a fake tensor of this mode without other tensor arguments."""
         if not _is_plain_view(func):
             return False
         first, others = args[0], (args[1:], kwargs)
@@ -108,8 +108,8 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def _view(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Make a view of a fake tensor.
 
-        Half of all operators are views. The cache of torch's own mode, which is keyed by offsets
-        too, takes ten times as long for them.
+        Half of all operators are views. torch's own mode takes ten times as long for them, because
+        the keys of its cache include offsets.
         """
         with in_kernel_invocation_manager(self):
             found = func(*args, **kwargs)
@@ -122,10 +122,10 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Return True if the values of a tensor are known."""
         return self._real(tensor) is not None
 
-    # -- which are known
+    # -- known values
 
     def _real(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The values of a tensor; None if they are not known."""
+        """Return the values of a tensor; None if they are not known."""
         if not isinstance(tensor, FakeTensor):
             is_there = tensor.device.type == "cpu" and _is_small(tensor)
             return tensor.detach() if is_there else None
@@ -135,7 +135,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return real
 
     def _is_known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return True if all inputs of an operator are known, and it is no collective."""
+        """Return True for an operator of torch with known inputs, except `empty` and the like."""
         if func.namespace not in ("aten", "prims") or func._schema.name.startswith(_UNINITIALISED):
             return False
         inputs = tensors_in((args, kwargs))
@@ -148,9 +148,9 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return bool(fakes) and all(map(_is_small, fakes)) and (has_inputs or integers)
 
     def _forget_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Forget the values that an operator writes into, and those of their views."""
+        """Forget the values of tensors that an operator writes to, and of their views."""
         written: list[Any] = []
-        if func.namespace == "c10d":  # the schemas of collectives name nothing that is written
+        if func.namespace == "c10d":  # schemas of collectives do not name what they write
             written = [*args, *kwargs.values()]
         elif func._schema.is_mutable:
             given = by_name(func, args, kwargs)
@@ -166,7 +166,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _forget_parts(out: Any, inputs: Iterable[Any]) -> None:
-        """Mark the results of unknown values as unknown, even if a part of them is constant."""
+        """Forget the values of results of unknown inputs, even if they are partly constant."""
         own = {id(tensor) for tensor in tensors_in(inputs)}
         for tensor in tensors_in([out]):
             if id(tensor) not in own and hasattr(tensor, _REAL):
@@ -203,7 +203,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 setattr(fake, _REAL, values)
 
     def _of_real(self, value: Any, device: torch.device) -> Any:
-        """Fake tensors for real ones whose shapes depend on values."""
+        """Make fake tensors with the shapes and values of real ones."""
         if isinstance(value, (list, tuple)):
             return type(value)(self._of_real(part, device) for part in value)
         if not isinstance(value, torch.Tensor):
@@ -218,7 +218,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _is_plain_view(func: Any) -> bool:
-    """Return True for an operator of torch that makes views, and is not made of others."""
+    """Return True for an operator of torch that makes views and is not a composite."""
     is_view = func.is_view and func.namespace == "aten"
     composite = torch._C._dispatch_has_kernel_for_dispatch_key
     return is_view and not composite(func.name(), "CompositeImplicitAutograd")

@@ -1,7 +1,7 @@
-"""Scripts that name CUDA instead of asking for the accelerator.
+"""Support for scripts that name CUDA instead of asking for the accelerator.
 
-`device="cuda"` becomes the CPU where there is no CUDA, and the simulation's device in a simulation.
-`torch.cuda`'s functions do nothing.
+`device="cuda"` becomes the CPU if there is no CUDA, and the simulation's device in a simulation.
+Common functions of `torch.cuda` then do nothing, or return constants.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _CONSTANTS = {
 
 
 class _OnCpu(TorchFunctionMode):
-    """The CPU wherever CUDA is named."""
+    """Mode that replaces CUDA by the CPU in the arguments of torch's functions."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -65,8 +65,8 @@ class _OnCpu(TorchFunctionMode):
 def _is_there() -> bool:
     """Return True if trials run on CUDA.
 
-    torch is not asked: without NVML, and of a MIG device, it asks CUDA itself, which can then not
-    be used after a fork any more.
+    `torch.cuda.is_available` is not used: without NVML, and with a MIG device, it initialises CUDA,
+    which is then unusable after a fork.
     """
     from deepspeed.accelerator import get_accelerator
 
@@ -77,8 +77,8 @@ def stand_in(*, as_if_available: bool) -> None:
     """Let a script name CUDA where there is none, for the rest of the process.
 
     Args:
-        as_if_available: also say that CUDA is available. A `torch.device` then keeps its name, and
-            only what is put there is the CPU's.
+        as_if_available: make `torch.cuda.is_available` return True. `torch.device("cuda")` then
+            keeps its type, but tensors created on it are on the CPU.
     """
     if _is_there():
         return
@@ -86,13 +86,13 @@ def stand_in(*, as_if_available: bool) -> None:
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
     if as_if_available:
         torch.cuda.is_available = lambda: True
-    # Else contexts for CUDA turn themselves off, and are to be those of the simulation's device.
+    # Else autocast for CUDA turns itself off; later it must apply to the simulation's device.
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     _OnCpu().__enter__()  # type: ignore[no-untyped-call]
 
 
 def forget_the_real_one() -> None:
-    """Replace the functions of `torch.cuda`, for the rest of a forked process."""
+    """Replace functions of `torch.cuda`, even of a real one, for the rest of a forked process."""
     _replace_functions()
     torch.cuda.is_available = lambda: True  # else autocast turns itself off
 
@@ -111,7 +111,7 @@ def _replace_functions() -> None:
 
 
 def renamed(value: Any, device: str) -> Any:
-    """The simulation's device for CUDA's."""
+    """Return `device` for a value that names CUDA; other values unchanged."""
     if isinstance(value, torch.device) and value.type == _CUDA:
         return torch.device(device)
     if isinstance(value, str) and (value == _CUDA or value.startswith(f"{_CUDA}:")):

@@ -1,7 +1,7 @@
 """Record the kernels and collectives of a simulated step (`dsat.values.step_trace`).
 
-FLOPs are torch's own count (`torch.utils.flop_counter`), halved for causal attention, of which
-kernels skip one half. Bytes are those of all inputs and outputs.
+FLOPs are torch's own count (`torch.utils.flop_counter`). Kernels skip half of causal attention, so
+theirs are halved; model FLOPs are not. Bytes are those that an operator reads and writes.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from dsat.values.step_trace import (
     StepTrace,
 )
 
-# Operators without a kernel of their own, beside views.
+# Operators that launch no kernel, in addition to views.
 _FREE = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided set_ resize_ _unsafe_view "
     "is_pinned record_stream _local_scalar_dense".split()
 )
-# Those that write their first argument and do not read it; that read a small part of it.
+# Operators that write their first argument without reading it; those that read a part of it.
 _OVERWRITES = frozenset("copy_ zero_ fill_".split())
 _GATHERS = frozenset("embedding index_select gather index nll_loss_forward".split())
 _COLLECTIVES = {  # by a part of their names
@@ -51,8 +51,8 @@ class OperatorTrace:
     """Counts of operators and collectives, by phase.
 
     Attributes:
-        is_last: the last micro step of an optimizer step has begun.
-        overlaps: the current stream is not the default one.
+        is_last: whether the last micro step of an optimizer step has begun.
+        overlaps: whether the current stream is not the default one.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -60,14 +60,14 @@ class OperatorTrace:
         self.overlaps = False
         self._device_type = device_type
         self._model_flops = 0.0
-        # Bytes and number of calls.
+        # Total bytes and number of calls.
         self._kernels: dict[_Kernel, list[float]] = {}
         self._collectives: dict[_Group, list[float]] = {}
 
     def record(
         self, phase: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> None:
-        """Count an operator that ran in a phase of the simulation."""
+        """Count an operator that ran in a phase; those outside of `PHASES` are ignored."""
         if phase == "first gradient":
             phase = BACKWARD
         if phase not in PHASES:
@@ -89,7 +89,7 @@ class OperatorTrace:
         self._add(phase, kind, flops, inputs, results)
 
     def record_compiled(self, phase: str, args: Sequence[Any]) -> None:
-        """Count a call of one of DeepSpeed's compiled operators, such as a fused Adam."""
+        """Count a call of an operator that DeepSpeed compiles, such as a fused Adam."""
         tensors = list(tensors_in(args))
         if tensors and phase in PHASES:
             self._add(phase, MEMORY, 0.0, tensors, tensors)  # reads and writes each
@@ -137,7 +137,7 @@ class OperatorTrace:
         if formula is None:
             return 0.0
         flops = float(formula(*args, **kwargs, out_val=out))
-        # In a backward pass autograd records nothing, unless a forward pass is done again.
+        # A backward pass enables gradients only to recompute, which adds no model FLOPs.
         if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
             self._model_flops += flops if self.is_last else 0.0
         return flops / 2 if by_name(func, args, kwargs).get("is_causal") else flops
@@ -169,7 +169,7 @@ def _kind(name: str) -> str:
 
 
 def _ranks(args: Sequence[Any]) -> list[int]:
-    """Return the ranks of the group that a collective is given."""
+    """Return the ranks of the process group among a collective's arguments."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
             group = torch.distributed.ProcessGroup.unbox(arg)

@@ -1,7 +1,7 @@
 """Changes to torch and DeepSpeed that let an engine run on fake tensors.
 
-But for `for_fake_cpu`, only ever done in a process that is forked for one simulation and does
-nothing else. Each change has its reason beside it. Seen with torch 2.15 and deepspeed 0.19.8.
+Except `for_fake_cpu` and a process group of one rank, they are made only in a process that is
+forked for one simulation. Checked with torch 2.15 and deepspeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from dsat.simulation.versions import collectives
 from dsat.values.zero_strategy import of_config
 
 aten = torch.ops.aten
-FAKE_GROUP = "fake"  # torch.testing's backend of collectives that do nothing
+FAKE_GROUP = "fake"  # backend of torch.testing, whose collectives do nothing
 
 
 class FunctionRules(TorchFunctionMode):
-    """Replacement of the script's own tensors in any function by fake ones of the simulation."""
+    """Mode that replaces the script's tensors by fake ones, CUDA's device and torch's attention."""
 
     def __init__(self, adopt: Callable[[torch.Tensor], torch.Tensor], device: str) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class FunctionRules(TorchFunctionMode):
 
 
 class _NoOperator:
-    """A compiled operator that allocates nothing and returns nothing, as Adam's does."""
+    """Stand-in for a compiled operator, which like Adam's allocates and returns nothing."""
 
     def __init__(self, tracker: StorageTracker | None = None) -> None:
         self._tracker = tracker
@@ -76,7 +76,7 @@ def apply(tracker: StorageTracker, device_type: str, ranks: int) -> None:
     """Apply the patches, for the rest of the process."""
     from deepspeed.accelerator import get_accelerator
 
-    # The optimizer's multi-tensor form is chosen by exact types.
+    # torch chooses the multi-tensor form of an optimizer by exact types.
     optimizers = importlib.import_module("torch.optim.optimizer")
     optimizers._foreach_supported_types.append(FakeTensor)
     # A fake mode would first make a real tensor to initialise the device.
@@ -85,16 +85,16 @@ def apply(tracker: StorageTracker, device_type: str, ranks: int) -> None:
         setattr(place, name, value)
     # DeepSpeed's Muon compiles a function at its import, which takes seconds.
     torch.compile = _not_compiled  # type: ignore[assignment]
-    # They compare values, and fake collectives move none.
+    # This check compares values across ranks, and fake collectives move none.
     for name in ("zero.partition_parameters", "zero.partitioned_param_coordinator", "zero.stage3"):
         module: Any = importlib.import_module(f"deepspeed.runtime.{name}")
         module.assert_ints_same_as_other_ranks = lambda *args, **kwargs: None
-    # Fake tensors have no address, and DeepSpeed looks at alignments.
+    # Fake tensors have no address, and DeepSpeed checks alignment.
     torch.Tensor.data_ptr = lambda self: 0  # type: ignore[method-assign]
-    # Only delays when memory is used again.
+    # `record_stream` only delays the reuse of memory.
     torch.Tensor.record_stream = lambda self, s: None  # type: ignore[method-assign]
     torch.Tensor.pin_memory = lambda self, *_: get_accelerator().pin_memory(self)  # type: ignore[method-assign]
-    # For callers inside of another function, which FunctionRules does not see.
+    # For calls from within another torch function, which FunctionRules does not see.
     functional.scaled_dot_product_attention = attention
     _patch_moves(tracker, device_type)
     skip_triton_kernels()
@@ -103,9 +103,9 @@ def apply(tracker: StorageTracker, device_type: str, ranks: int) -> None:
 
 
 def skip_triton_kernels() -> None:
-    """Have kernels of Triton do nothing: their outputs are allocated already, and have no address.
+    """Make Triton's kernels do nothing, even if it is imported later, for the rest of the process.
 
-    Also those of a Triton that is imported later; for the rest of the process.
+    Their outputs are allocated before a launch, and have no address.
     """
 
     def skip(name: str, module: Any) -> None:
@@ -118,9 +118,9 @@ def skip_triton_kernels() -> None:
 
 @contextlib.contextmanager
 def for_fake_cpu() -> Iterator[None]:
-    """DeepSpeed as it can be used with fake tensors on the CPU, in the process of a script.
+    """Let DeepSpeed work with fake tensors on the CPU, in the process of a script.
 
-    Every type is supported: what a script trains is decided where its trials run.
+    fp16 and bf16 count as supported: only the machine that runs trials decides that.
     """
     from deepspeed.accelerator import real_accelerator
 
@@ -143,13 +143,13 @@ def _not_compiled(function: Any = None, **_: Any) -> Any:
 
 
 def _without_operators(tracker: StorageTracker | None = None) -> list[tuple[Any, str, Any]]:
-    """Changes after which no operators are compiled, since they would read memory."""
+    """Return changes that keep DeepSpeed from compiling operators, which would read memory."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     communication: Any = importlib.import_module("deepspeed.comm.torch")
     processor: Any = importlib.import_module("cpuinfo")
     return [
-        # DeepSpeedCPUAdam asks it for the maker of the processor, which takes a second.
+        # DeepSpeedCPUAdam looks up the processor's vendor, which takes a second.
         (processor, "get_cpu_info", dict),
         (OpBuilder, "load", lambda self, verbose=True: _NoOperator(tracker)),
         (OpBuilder, "is_compatible", lambda self, verbose=False: True),
@@ -158,7 +158,7 @@ def _without_operators(tracker: StorageTracker | None = None) -> list[tuple[Any,
 
 
 def forget_process_groups() -> None:
-    """Reset DeepSpeed's process groups, as at its first import."""
+    """Destroy torch's process groups, and reset DeepSpeed's to their state at its import."""
     import deepspeed.comm.comm
     import torch.distributed
 
@@ -169,7 +169,7 @@ def forget_process_groups() -> None:
 
 
 def make_process_group(size: int, device_type: str, rank: int = 0) -> None:
-    """Make a process group of some size, as one of its ranks; its collectives do nothing."""
+    """Initialise a process group of `size` ranks, as one of them; its collectives do nothing."""
     import torch.distributed
 
     # Registers the backend.
@@ -181,7 +181,7 @@ def make_process_group(size: int, device_type: str, rank: int = 0) -> None:
 
 
 def partition_in_stage_3(model: torch.nn.Module, config: Mapping[str, Any]) -> None:
-    """Partition a model as `zero.Init` does while the script makes it."""
+    """Partition a model in stage 3, as `zero.Init` does while a script makes it."""
     import deepspeed.comm
 
     if of_config(config).stage != 3:
@@ -195,7 +195,7 @@ def ulysses_groups(module: torch.nn.Module, *, size: int, micro_batch: int) -> A
     """Divide the attention of a transformers model; return the `mpu` for `deepspeed.initialize`.
 
     Raises:
-        SimulationUnsupported: the model's attention is not chosen by its configuration.
+        SimulationUnsupported: the model's configuration names no attention kernel.
     """
     import deepspeed.comm
     from deepspeed.accelerator import get_accelerator
@@ -214,7 +214,7 @@ def ulysses_groups(module: torch.nn.Module, *, size: int, micro_batch: int) -> A
 
 
 def _patch_moves(tracker: StorageTracker, device_type: str) -> None:
-    """A module's move to the device: parked parameters get storages that count as the device's."""
+    """Patch `Module.to`: parked tensors that move to the device get storages that count there."""
     original = torch.nn.Module.to
 
     def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:

@@ -1,7 +1,7 @@
-"""Messages between the client of a simulation and its server: JSON files in a private folder.
+"""Messages between the client and the server of simulations: JSON files in a private folder.
 
-The server writes the facts of its script, the client questions, and each simulation, which is a
-process, its answer.
+The server writes the facts of its script, and the client writes questions. Each simulation, a
+process of its own, writes its answer; the server answers for one that died.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from dsat.values.parallelism import Parallelism
 SCRIPT_FILE = "script.json"
 QUESTIONS = "question-*.json"
 QUESTION_FILE, ANSWER_FILE = "question-{:06}.json", "answer-{:06}.json"  # in order of questions
-WALL_FACTOR = 5  # seconds on the clock in which a simulation may use one of its processor time
+WALL_FACTOR = 5  # limit of a simulation's wall-clock time, as a multiple of its processor time's
 
 
 class SimulationUnsupported(Exception):
-    """The script does what cannot be simulated faithfully."""
+    """The script does something that cannot be simulated faithfully."""
 
 
 class Question(NamedTuple):
     """A configuration to simulate.
 
     Attributes:
-        config: the whole DeepSpeed configuration, in which "auto" is the script's to decide.
-        micro_batch: whatever the configuration says.
-        switches: of the model, beside the simulator's own.
-        activations_only: the model's passes alone.
-        traced: kernels and collectives are recorded.
-        as_cpu: the ranks run on a CPU. The simulator sets this and `workspace_bytes`.
-        workspace_bytes: what cuBLAS takes on a device while it multiplies.
+        config: the whole DeepSpeed configuration; the script's values replace "auto" in it.
+        micro_batch: takes precedence over the configuration's.
+        switches: values to set on the model; the simulator adds its own.
+        activations_only: whether to simulate only the model's passes, without DeepSpeed.
+        traced: whether to record kernels and collectives.
+        as_cpu: whether ranks run on a CPU. The simulator sets this and `workspace_bytes`.
+        workspace_bytes: workspace of cuBLAS.
     """
 
     config: Mapping[str, Any]
@@ -50,12 +50,12 @@ class Question(NamedTuple):
 
     @property
     def parallelism(self) -> Parallelism:
-        """Division of layers and sequences among the ranks."""
+        """Tensor and sequence parallelism of the configuration."""
         return parallelism.of_config(self.config)
 
     @property
     def gas(self) -> int:
-        """Micro steps of an optimizer step."""
+        """Number of micro steps per optimizer step."""
         return int(self.config.get("gradient_accumulation_steps", 1))
 
 
@@ -63,12 +63,12 @@ class ScriptFacts(NamedTuple):
     """Facts of a script at its first training step.
 
     Attributes:
-        sequence_length: tokens of a sample of its first batch, if samples are sequences of tokens.
+        sequence_length: tokens per sample of its first batch; None if samples are other data.
         hidden_size: of its model, by which a Trainer fills in "auto"; None if it is not known.
         model_takes: the model's `max_position_embeddings`; 0 if it has none.
-        sizes: of its model for `ModelFacts`, with the type in which DeepSpeed trains it, and
-            whether stage 3 partitions it while the script makes it.
-        optimizer: the `optimizer` section that stands for what it passes to
+        sizes: fields of `ModelFacts` that need no simulation: numbers of parameters, bytes of one,
+            `uses_zero_init` and `hidden_size`.
+        optimizer: an `optimizer` section for the one that the script passes to
             `deepspeed.initialize`; empty if it passes none.
     """
 
@@ -80,13 +80,13 @@ class ScriptFacts(NamedTuple):
 
 
 def send(path: Path, message: Mapping[str, Any]) -> None:
-    """Write a message, which a reader sees whole or not at all."""
+    """Write a message atomically: a reader sees all of it or nothing."""
     with written_atomically(path) as temporary:
         temporary.write_text(json.dumps(message), encoding="utf-8")
 
 
 def receive(path: Path) -> dict[str, Any] | None:
-    """Read a message and remove it; None if it has not come."""
+    """Read a message and remove its file; None if there is none yet."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Views of flat tensors, one for each rank, at the cost of one.
+"""Views of a flat tensor's parts, one per rank, at the cost of a single view.
 
-DeepSpeed's loops over ranks would take most of a simulation of hundreds of them. Only sizes count,
-so one view stands for all parts of the same size.
+With hundreds of ranks, DeepSpeed's loops over them would take most of a simulation. Only sizes
+count, so one view stands for all parts of the same size.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _SMALLEST = 2**10  # elements of a part; a script may look at the values of smal
 
 
 class RankViews:
-    """Stand-ins for parts of flat tensors.
+    """Views that stand for parts of flat tensors.
 
-    It remembers the last view alone, by weak references: a loop over ranks asks for its parts one
-    after the other, and a storage lives no longer than without it.
+    Only the last view is remembered, since a loop over ranks requests its parts in a row. Weak
+    references keep no storage alive.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -31,7 +31,7 @@ class RankViews:
         self._is_part = False
 
     def install(self) -> None:
-        """Change torch for the rest of the process."""
+        """Patch torch for the rest of the process."""
         narrow, getitem = torch.Tensor.narrow, torch.Tensor.__getitem__
         numel, cat = torch.Tensor.numel, torch.cat
 
@@ -73,7 +73,7 @@ class RankViews:
 
 
 def _joined(tensors: Any) -> list[torch.Tensor]:
-    """Return flat tensors of the same size together, in which repeated ones are one view each."""
+    """Merge repetitions of a flat tensor into one view of their total size, to concatenate less."""
     counts = collections.Counter(map(id, tensors))
     if len(counts) == len(tensors) or any(tensor.dim() != 1 for tensor in tensors):
         return list(tensors)

@@ -1,16 +1,16 @@
-"""Simulation server: answers candidates with the model, the batch and the loss of a script.
+"""Simulation server: simulates candidates with the model, the batch and the loss of a script.
 
 The script runs as usual, with large parameters that take no memory (`fake_parameters`), until its
-first training step. There the process waits for candidates in a folder, and forks a child for
-each, as many at once as there are processors. The child undoes what the engine did to the model,
-builds DeepSpeed's engine for the candidate on fake tensors, runs an optimizer step, and lets the
-script go on: the last forward pass is the script's call, so the loss is the script's own, which can
-be half of the activations. The child answers and ends when the script calls `engine.backward`, or
-`engine.step` after `loss.backward()`.
+first training step. There the process waits for candidates in a folder, and forks a child for each,
+at most one per processor core at once. The child undoes what the engine did to the model, builds
+DeepSpeed's engine for the candidate on fake tensors, and runs up to the last forward pass of the
+second optimizer step. Then the script continues with its outputs, so the loss, which can be half of
+the activations, is the script's own. The child answers and ends when the script calls
+`engine.backward`, or `engine.step` after `loss.backward()`. Candidates of activations alone run the
+model without an engine.
 
-The first dimension of a batch identifies it, so the script runs with a micro batch that is an
-unlikely size of anything else (`CAPTURED_MICRO_BATCH`). Tensors older than the engine are not batch
-data.
+Batch data are recognised by their first dimension, so the script runs with a micro batch that is an
+unlikely size of anything else (`CAPTURED_MICRO_BATCH`); see `Captured.shape_for`.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ from dsat.values import host_limits
 from dsat.values.outcome import OutcomeKind
 
 CAPTURED_MICRO_BATCH = 13
-AS_IF_CUDA = "DSAT_AS_IF_CUDA"  # variable: CUDA is said to be available where there is none
-# Limits of a simulation: part of the memory available at its start, and bytes. A model of 32
-# billion parameters takes 1 GiB of addresses, of which half is used.
+AS_IF_CUDA = "DSAT_AS_IF_CUDA"  # environment variable: imitate CUDA if there is none
+# Limits on memory: a fraction of what is available at the start, between two sizes. A simulation of
+# 32 billion parameters takes 1 GiB of addresses, of which half is used.
 _PART_OF_AVAILABLE, _LEAST_BYTES, _MOST_BYTES = 0.5, 2 * 2**30, 8 * 2**30
 _POLL_S = 0.02
 _NO_THREAD = "Resource temporarily unavailable"  # the limit leaves no memory for a thread's stack
-_ANSWERED = 3  # exit status of a child; a script may exit with 0 by itself
+_ANSWERED = 3  # exit status of a child that answered; a script itself may exit with 0
 
 
 class SimulationServer:
-    """Answers to candidates from the script's first training step on.
+    """Server that simulates candidates from the script's first training step on.
 
     Args:
-        folder: of messages; see `protocol`.
+        folder: folder of messages; see `protocol`.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._number: int | None = None  # of the candidate, in a child
+        self._number: int | None = None  # of the candidate; None outside of a child
         self._fakes: Any = None
         self._limit_bytes = 0
         self._was_used = False
 
     def install(self) -> None:
-        """Take the place of `deepspeed.initialize`, limit memory, and make tensors fake."""
+        """Replace `deepspeed.initialize`, limit memory, and make large parameters fake."""
         import torch.distributed
         from deepspeed.accelerator import get_accelerator
 
@@ -84,13 +84,13 @@ class SimulationServer:
 
         torch.distributed.init_process_group = init_process_group
         communication: Any = importlib.import_module("deepspeed.comm.torch")
-        communication.build_shm_op = lambda: None  # compiled for minutes, and of no use here
+        communication.build_shm_op = lambda: None  # takes minutes to compile, and is not needed
 
         TRIAL.calls.make_engine = self._initialize_borrowed
         if TRIAL.files is not None:
             TRIAL.files.add_scratch(self._folder)
         self._limit_bytes = limit_memory()
-        get_accelerator()  # decides for itself what there is
+        get_accelerator()  # detects the device before CUDA is imitated
         named_cuda.stand_in(as_if_available=AS_IF_CUDA in os.environ)
         self._fakes = FakeParameters()
         self._fakes.install()
@@ -114,14 +114,14 @@ class SimulationServer:
     # -- candidates
 
     def _serve(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Answer candidates until this process is ended. Returns in a child only, with outputs."""
+        """Simulate candidates until the client ends. Only a child returns, with its outputs."""
         self._fakes.uninstall()
         self._fakes = None
         TRIAL.progress.set_activity("")
         model.keep_integers(args, kwargs)
         protocol.send(self._folder / protocol.SCRIPT_FILE, model.facts(args, kwargs)._asdict())
         gc.collect()
-        gc.freeze()  # no child looks through the objects of all imports again
+        gc.freeze()  # garbage collection in children skips the objects that exist now
         running: dict[int, Mapping[str, Any]] = {}
         capacity = len(host_limits.usable_cores())
         while True:
@@ -138,14 +138,14 @@ class SimulationServer:
             running[child] = candidate
 
     def _next_candidate(self) -> dict[str, Any] | None:
-        """Return the first candidate that waits; None if none does."""
+        """Return the first waiting candidate; None if there is none."""
         for path in sorted(self._folder.glob(protocol.QUESTIONS)):
             if (candidate := protocol.receive(path)) is not None:
                 return candidate
         return None
 
     def _report_deaths(self, running: dict[int, Mapping[str, Any]]) -> None:
-        """Remove the children that ended, and answer for those that could not."""
+        """Remove children that ended, and report the failure of those that did not answer."""
         for child in list(running):
             ended, status = os.waitpid(child, os.WNOHANG)
             if not ended:
@@ -173,7 +173,7 @@ class SimulationServer:
             self.failed(error)
 
     def failed(self, error: BaseException | None) -> str:
-        """End a child whose script or simulation failed, or describe why the script failed.
+        """Answer with the failure and exit, in a child; otherwise explain why the script failed.
 
         Returns:
             The reason, if it differs from the error's own message; otherwise an empty string.
@@ -209,9 +209,9 @@ def _described(error: BaseException | None) -> str:
 
 
 def limit_time(processor_s: float) -> None:
-    """End this process by SIGPROF after its processor time, or by SIGALRM if it hangs.
+    """End this process by SIGPROF after this processor time, or by SIGALRM if it hangs.
 
-    On a busy machine a simulation takes longer by the clock, and is no less useful.
+    SIGALRM comes after `WALL_FACTOR` times as long, because a busy machine slows simulations down.
     """
     processor_s = max(1.0, processor_s)
     for name in (signal.SIGPROF, signal.SIGALRM):
@@ -221,7 +221,7 @@ def limit_time(processor_s: float) -> None:
 
 
 def limit_memory() -> int:
-    """Limit the memory of this process and each of its children; return the limit in bytes."""
+    """Limit how much this process and each child may allocate; return the limit in bytes."""
     part = int(_PART_OF_AVAILABLE * host_limits.available_bytes())
     limit = min(_MOST_BYTES, max(_LEAST_BYTES, part))
     limit_data(limit)

@@ -1,4 +1,4 @@
-"""One configuration, simulated: DeepSpeed's own engine on fake tensors."""
+"""Simulations of one configuration: DeepSpeed's engine, or the model alone, on fake tensors."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from dsat.values.zero_strategy import of_config
 
 
 class _FakeDevice:
-    """The fake device with its tracker, or a CPU; everything is fake from now on."""
+    """Fake device or fake CPU with its tracker; it makes all tensors of this process fake."""
 
     def __init__(self, captured: Captured, candidate: Question) -> None:
         self._captured = captured
@@ -59,9 +59,9 @@ class _FakeDevice:
         slots, rank = self._candidate.slots, self._candidate.rank
         logging.disable(logging.WARNING)
         torch.set_num_threads(1)
-        # Autograd's threads of a device do not survive a fork, and there is nothing to be parallel.
+        # Autograd's device threads do not survive a fork, and nothing here needs to be parallel.
         torch._C._set_multithreading_enabled(False)
-        # What the script gave to `torch.compile` runs as it was written: compilers look at devices.
+        # Functions given to `torch.compile` run uncompiled, since compilers query devices.
         if hasattr(torch.compiler, "set_stance"):
             torch.compiler.set_stance("force_eager")
         patches.forget_process_groups()
@@ -78,7 +78,7 @@ class _FakeDevice:
         patches.make_process_group(slots, self._device, rank)
 
     def trace(self, module: torch.nn.Module) -> dict[str, Any]:
-        """Return the trace as a part of the result; nothing if none is wanted."""
+        """Return the trace as a part of the result; an empty dict if none was recorded."""
         if self.tracker.trace is None:
             return {}
         trace = self.tracker.trace.result(
@@ -91,7 +91,7 @@ class _FakeDevice:
     # -- the script's own tensors
 
     def _adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor on the device for a real one, with as many samples as the candidate has."""
+        """Return a fake tensor for a real one, in the candidate's shape; scalars unchanged."""
         known = self._adopted.get(id(tensor))
         if known is not None:
             return known[1]
@@ -111,7 +111,7 @@ class _FakeDevice:
 
 
 class _AnyLoss(torch.autograd.Function):
-    """A loss with a gradient for each parameter, without a model."""
+    """Loss of 0 that gives each parameter a gradient without running the model."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
@@ -131,8 +131,8 @@ class Simulation(_FakeDevice):
         self.tracker.workspace_bytes = candidate.workspace_bytes
         self._engine = self._make_engine()
         self._dtype = next(self._engine.module.parameters()).dtype
-        # The script's own functions are in their places later; Lightning puts one of its own in
-        # that of the module's for a single call.
+        # Kept, because methods of the script's engine replace these later, and Lightning replaces
+        # the module's `forward` for a single call.
         self._engine_backward, self._engine_step = self._engine.backward, self._engine.step
         self._engine_forward = self._engine.forward
         self._module_forward = vars(self._engine.module).get("forward")
@@ -177,18 +177,18 @@ class Simulation(_FakeDevice):
             **copy.deepcopy(dict(candidate.config)),
             **batch.config(),
             "steps_per_print": 10**9,
-            "zero_force_ds_cpu_optimizer": False,  # accelerate has not yet replaced the script's
+            "zero_force_ds_cpu_optimizer": False,  # accelerate has not replaced the optimizer yet
         }
 
     def become(self, engine: Any) -> None:
-        """Turn the script's engine, which it may hold in many places, into the candidate's."""
+        """Turn the script's engine into the candidate's; the script may hold many references."""
         object.__setattr__(engine, "__dict__", self._engine.__dict__)
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run up to the last micro step of the second optimizer step; return its outputs.
+        """Run up to the last forward pass of the second optimizer step; return its outputs.
 
-        All that lasts is allocated in the first step, for which any loss will do. Stage 3 also
-        records the order of the modules there; other stages need no more than the gradients.
+        The first step allocates all persistent state, and any loss will do for it. Only stage 3
+        runs the model in it, because its engine records the order of modules there.
         """
         needs_modules = of_config(self._candidate.config).stage == 3
         with outside_of_contexts():
@@ -242,9 +242,9 @@ class Simulation(_FakeDevice):
         self._engine_step()
 
     def result(self) -> dict[str, Any]:
-        """Return the memory that the tracker measured."""
+        """Return the memory that the tracker measured, and the trace if one was recorded."""
         init, forward, backward, step = (self.tracker.peak(p, self._kind) for p in PHASES)
-        # Without the parameters as the script made them, of which `loaded_bytes` knows.
+        # Without `init`, in which the script's own parameters exist; `loaded_bytes` counts these.
         pinned, pageable = (
             max(self.tracker.peak(p, kind) for p in PHASES[1:]) for kind in (PINNED, HOST)
         )
@@ -253,7 +253,7 @@ class Simulation(_FakeDevice):
 
 
 class ActivationPass(_FakeDevice):
-    """One forward and one backward pass of the model by itself, without any engine."""
+    """Forward and backward pass of the model alone, without a DeepSpeed engine."""
 
     def __init__(self, captured: Captured, candidate: Question) -> None:
         super().__init__(captured, candidate)
@@ -269,7 +269,7 @@ class ActivationPass(_FakeDevice):
         self._before = 0
 
     def become(self, engine: Any) -> None:
-        """Make the script's engine do for these passes."""
+        """Adapt the script's engine to passes of the model alone."""
         engine.set_gradient_accumulation_boundary = lambda is_boundary: None
         engine.device = torch.device(self._device)
 
@@ -300,7 +300,7 @@ class ActivationPass(_FakeDevice):
             self.tracker.begin("first gradient")
 
     def result(self) -> dict[str, Any]:
-        """Return peaks by phase, and the bytes held before and after the passes."""
+        """Return peaks by phase, bytes held before and after the passes, and a trace if any."""
         peaks = {
             name: self.tracker.peak(name, self._kind)
             for name in ("forward", "backward", "first gradient", MATMUL)
@@ -319,7 +319,7 @@ class ActivationPass(_FakeDevice):
 
 
 def _some_loss(outputs: Any) -> torch.Tensor:
-    """The model's own loss, if it has one; otherwise one that every output has a part in."""
+    """Return the first trained scalar output, or else the sum of the means of trained outputs."""
     trained = [t for t in tensors_in(outputs) if t.requires_grad and t.is_floating_point()]
     if not trained:
         raise SimulationUnsupported("no output of the model depends on its parameters")

@@ -1,4 +1,4 @@
-"""Storages of fake tensors: how many bytes live where, and their peaks by phase."""
+"""Storages of fake tensors: bytes by kind of memory, and their peaks by phase."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from dsat.simulation.operator_trace import OperatorTrace
 aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
 DEVICE, HOST, PINNED, ALL = "device", "host", "pinned", "all"
-MATMUL = "matmul"  # peaks where matrices are multiplied, beside those of phases
+MATMUL = "matmul"  # name of the peaks while matrices are multiplied, in addition to the phases'
 _MATMULS = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default))
-_CUDA_BLOCK_BYTES = 512  # kMinBlockSize, c10/core/CachingDeviceAllocator.h
+_CUDA_BLOCK_BYTES = 512  # kMinBlockSize, c10/core/AllocatorConfig.h
 
 
 class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that counts the storages of fake tensors, operator by operator.
+    """Dispatch mode that counts the storages of fake tensors, operator by operator.
 
     Parameters that a script built on the host are simulated on the device from the beginning,
     because a fake tensor cannot change its device. Until DeepSpeed moves them they are "parked":
     counted as the host's.
 
     Attributes:
-        workspace_bytes: what cuBLAS takes while it multiplies, or from then on if torch keeps it.
-        trace: records all operators, if it is wanted.
+        workspace_bytes: workspace of cuBLAS, during a product or, if torch keeps it, from then on.
+        trace: recorder of operators; None if nothing is recorded.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -54,7 +54,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- phases
 
     def begin(self, phase: str) -> None:
-        """Begin a phase, or go on with it."""
+        """Begin or continue a phase."""
         self._phase = phase
         for kind in self._bytes:
             self._note(kind)
@@ -68,7 +68,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- storages
 
     def see(self, tensor: FakeTensor, place: str | None = None) -> None:
-        """Count the storage of a fake tensor, if it is not counted yet."""
+        """Count the storage of a fake tensor, unless it is empty, counted already or on `meta`."""
         storage = tensor.untyped_storage()
         size, device = storage.nbytes(), tensor.fake_device.type
         if storage in self._place or size == 0 or device == "meta":
@@ -98,7 +98,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def placing(self, place: str) -> Iterator[None]:
-        """Count what is allocated within as this kind of memory."""
+        """Count storages that are allocated in this context as one kind of memory."""
         self._forced, before = place, self._forced
         try:
             yield
@@ -114,14 +114,14 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Have torch call the mode directly: nothing is compiled here."""
+        """Return False, so that torch calls the mode directly: nothing is compiled here."""
         return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is _DEVICE_OF and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # of a half of all calls, which every mode would pass on
+            return args[0].fake_device  # half of all calls, otherwise passed on by every mode
         kwargs = kwargs or {}
         if self._phase == "forward" and torch._C._current_graph_task_id() != -1:
             self.begin("backward")
@@ -153,7 +153,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._has_multiplied = True
 
     def ran_compiled(self, args: Sequence[Any]) -> None:
-        """Record a call of an operator that DeepSpeed compiles, which does nothing here."""
+        """Trace a call of an operator that DeepSpeed compiles, of which a stand-in runs here."""
         if self.trace is not None:
             self.trace.record_compiled(self._phase, args)
 
@@ -162,10 +162,10 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._add(DEVICE, -size)
 
 
-@functools.cache  # asked at each product
+@functools.cache  # called for each product
 def keeps_workspace() -> bool:
     """Return whether torch keeps the workspace of cuBLAS after the first product.
 
-    Before 2.15 it does, and later if the environment says so (ATen/cuda/CUDAContextLight.h).
+    It does before 2.15, later with TORCH_CUBLAS_WORKSPACE_CACHE=1 (ATen/cuda/CUDAContextLight.h).
     """
     return torch.__version__ < "2.15" or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"

@@ -1,7 +1,7 @@
-"""Collectives of torch's fake process group that take fake tensors.
+"""Collectives of torch's fake process group that accept fake tensors.
 
-Newer versions of torch have kernels for these; 2.6 and 2.7 register them with a module of their
-own, and versions below have none.
+Newer versions of torch have kernels for these, 2.6 and 2.7 register them when a module is imported,
+and older versions have none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 _TESTED = "c10d::broadcast_"
 _MODULE = "torch.distributed._tools.fake_collectives"
 # Operators of torch/csrc/distributed/c10d/Ops.cpp (2.5.1): those that return their first argument
-# with the work, and those that return the work alone.
+# and the work, and those that return only the work.
 _WITH_FIRST = (
     "broadcast_ allreduce_ allgather_ _allgather_base_ reduce_scatter_ _reduce_scatter_base_ "
     "scatter_ alltoall_"
@@ -26,11 +26,11 @@ _WORK_ALONE = (
     "reduce_ gather_ alltoall_base_ barrier send recv_ recv_any_source_ allreduce_coalesced_ "
     "allgather_coalesced_ allgather_into_tensor_coalesced_ reduce_scatter_tensor_coalesced_"
 ).split()
-_registered: list[torch.library.Library] = []  # a library's kernels go with it
+_registered: list[torch.library.Library] = []  # they own the kernels
 
 
 def take_fake_tensors() -> None:
-    """Let collectives take fake tensors; the fake process group must be initialised."""
+    """Let collectives accept fake tensors; the fake process group must be initialised."""
     if _registered or torch._C._dispatch_has_kernel_for_dispatch_key(_TESTED, "Meta"):
         return
     if importlib.util.find_spec(_MODULE) is not None:

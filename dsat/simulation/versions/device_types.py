@@ -1,8 +1,8 @@
-"""Device types whose functions are Python's.
+"""Device types whose functions are implemented in Python.
 
-torch 2.10 makes one of a Python module. Older versions want a device guard and hooks in C++
+torch 2.10 and later register a Python module. Older versions need a device guard and hooks in C++
 (`c10/core/impl/DeviceGuardImplInterface.h`, `ATen/detail/PrivateUse1HooksInterface.h`), which are
-compiled once for each version of torch, as DeepSpeed's operators are.
+compiled once for each version of torch and Python.
 """
 
 from __future__ import annotations
@@ -25,23 +25,20 @@ _NAME = "dsat_device_guard"
 
 
 def register(name: str, module: Any) -> None:
-    """Make a device type known to torch, for the rest of the process.
-
-    `module` has its functions, as torch expects them of a backend.
-    """
+    """Register a device type, with its functions in `module`, for the rest of the process."""
     setup = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
     if setup is not None:
         setup(name, backend_module=module)
         return
     _load_guard()
-    older: Any = torch  # which its types do not tell in every version
+    older: Any = torch  # its annotations lack these functions in some versions
     older.utils.rename_privateuse1_backend(name)
     older.utils.generate_methods_for_privateuse1_backend()
     older._register_device_module(name, module)
 
 
 def _load_guard() -> None:
-    """Load the guard, compiled before or now."""
+    """Load the device guard from the cache, or compile it; RuntimeError without a compiler."""
     text = _SOURCE.read_bytes()
     versions = f"{torch.__version__} {platform.python_version()} {platform.machine()}"
     key = hashlib.sha256(text + versions.encode()).hexdigest()[:16]
@@ -58,7 +55,7 @@ def _load_guard() -> None:
 
     with tempfile.TemporaryDirectory(prefix="dsat-") as building:
         cpp_extension.load(_NAME, [str(_SOURCE)], build_directory=building, is_python_module=False)
-        with contextlib.suppress(OSError):  # a cache is no need
+        with contextlib.suppress(OSError):  # the cache is optional
             library.parent.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
             with written_atomically(library) as temporary:
                 shutil.copyfile(Path(building) / library.name, temporary)

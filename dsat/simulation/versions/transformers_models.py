@@ -1,4 +1,4 @@
-"""Models as versions of transformers make them: data types, and attention masks."""
+"""Differences between versions of transformers: data types, and attention masks."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ _MASKS_MODULE = "transformers.masking_utils"  # new in 4.53
 
 
 def type_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Return the keyword argument with which a model is made in a data type: new in 4.56."""
+    """Return the argument that sets a model's data type: `dtype` since 4.56, or `torch_dtype`."""
     import transformers
 
-    # Of an empty one: a file may give an older configuration what it does not know.
+    # Checked on an empty configuration: a file may add attributes that an older one lacks.
     known = hasattr(transformers.PretrainedConfig(), "dtype")
     return {"dtype" if known else "torch_dtype": dtype}
 
 
 def loads_float32() -> bool:
-    """Return whether `from_pretrained` loads in float32 by default, as up to version 4."""
+    """Return whether `from_pretrained` loads in float32 by default: up to version 4."""
     import transformers
 
     return int(transformers.__version__.split(".")[0]) <= 4
 
 
 def decide_masks_by_values(known: Callable[[torch.Tensor], bool]) -> None:
-    """Have masks left out in a simulation where they are left out in a training.
+    """Omit masks in simulations if training omits them, for the rest of the process.
 
-    From 5.0 on, a fake tensor counts as traced, and then every sample as several packed ones, which
-    need a mask and so another attention kernel. For the rest of the process.
+    Since transformers 5.0, a fake tensor counts as traced. Traced samples are treated as packed:
+    they get a mask, and so another attention kernel.
 
     Args:
-        known: tells whether the values of a fake tensor are known.
+        known: returns whether the values of a fake tensor are known.
     """
     module = sys.modules.get(_MASKS_MODULE)
     original: Any = getattr(module, "is_tracing", None)
