@@ -49,6 +49,7 @@ _HF_PARSER = re.compile(r"\b(?:HfArgumentParser|TrlParser)\(([^)]*)")
 # Of transformers and of TRL (SFTConfig), or made of these.
 _HF_ARGUMENTS = re.compile(r"\b(?!Model|Data)\w*(?:TrainingArguments|Config)\b")
 _PYTHON = re.compile(r"python(\d+(?:\.\d+)?)?")
+_JOINED_OPTIONS = re.compile(r"(-[bBdOPqsSuvx]+)([cm])")  # of python
 _STARTS_RANKS = re.compile(
     r"\b(?:mp|multiprocessing)\.spawn\(|^\s*spawn\(|\bstart_processes\(|\b(?:notebook|debug)_launcher\(",
     re.MULTILINE,
@@ -232,10 +233,15 @@ def parse_python_words(words: Sequence[str]) -> Entrypoint:
 
 
 def split_interpreter(words: Sequence[str]) -> tuple[Sequence[str], list[str]]:
-    """Split the words after `python` into the interpreter's options and the rest."""
+    """Split the words after `python` into the interpreter's options and the rest.
+
+    `-um module` becomes `-u` and `-m module`.
+    """
     end = 0
     while end < len(words) and words[end].startswith("-") and words[end] not in ("-c", "-m", "-"):
-        end += 2 if words[end] in ("-W", "-X") else 1
+        if joined := _JOINED_OPTIONS.fullmatch(words[end]):
+            return [*words[:end], joined[1]], [f"-{joined[2]}", *words[end + 1 :]]
+        end += 2 if words[end] in ("-W", "-X", "--check-hash-based-pycs") else 1
     return words[:end], list(words[end:])
 
 

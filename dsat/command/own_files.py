@@ -28,7 +28,8 @@ from dsat.command.switches import CHECKPOINTING, NEWER_CHECKPOINTING
 _, _MICRO_BATCH, _GAS = BATCH_KEYS
 _SUFFIXES = (".yaml", ".yml", ".json")
 _LARGEST_BYTES = 2**20  # what is larger is data
-_CONFIG = "deepspeed"  # key of the DeepSpeed configuration's path
+_CONFIG = "deepspeed"  # key of the DeepSpeed configuration or its path
+_OF_DEEPSPEED = {"zero_optimization", *BATCH_KEYS}
 _LAUNCHERS = (
     ("accelerate-launch",),
     ("accelerate", "launch"),
@@ -147,8 +148,8 @@ def rewrite_command(words: Sequence[str], folder: Path, answer: Answer) -> Rewri
 
 def form_of_training(words: Sequence[str], folder: Path) -> Form | None:
     """Return the kind of the command's file that sets batch sizes; None without one."""
-    forms = (_form_of(_load(folder / _value(word))) for word in words if _is_file(word, folder))
-    return next(filter(None, forms), None)
+    files = (folder / _value(word) for word in words if _is_file(word, folder))
+    return next(filter(None, (_form_of(_load(file), folder) for file in files)), None)
 
 
 class Rewriting:
@@ -187,10 +188,10 @@ class Rewriting:
     def _copy(self, path: Path) -> tuple[str, Form | None]:
         """Copy a file with the best configuration; return the copy's path (or "") and the kind."""
         data, best = _load(path), str(self._answer.path)
-        form = _form_of(data)
+        form = _form_of(data, self._folder)
         if form is not None:
-            if data.get(_CONFIG) and not self._answer.by_accelerate:
-                data[_CONFIG] = best
+            if (own := data.get(_CONFIG)) and not self._answer.by_accelerate:
+                data[_CONFIG] = dict(self._answer.config) if isinstance(own, Mapping) else best
                 self.takes_config = True
             values = _rename_checkpointing(self._answer.values(form), data)
             data.update({k: v for k, v in values.items() if k in data or not form.is_strict})
@@ -296,10 +297,10 @@ def _is_of_accelerate(data: Any) -> bool:
     return isinstance(data, dict) and _OF_ACCELERATE in data
 
 
-def _form_of(data: Any) -> Form | None:
+def _form_of(data: Any, folder: Path) -> Form | None:
     if not isinstance(data, dict) or _is_of_accelerate(data):
         return None
-    return next(
+    found = next(
         (
             form
             for form in FORMS
@@ -307,6 +308,11 @@ def _form_of(data: Any) -> Form | None:
         ),
         None,
     )
+    own = data.get(_CONFIG)
+    # The key may mean something else in a script's own file.
+    is_path = isinstance(own, str) and (folder / own).is_file()
+    is_config = is_path or (isinstance(own, Mapping) and bool(own.keys() & _OF_DEEPSPEED))
+    return None if found is OTHER and not is_config else found
 
 
 def _files(text: str) -> YAML:

@@ -32,6 +32,7 @@ _HF_KNOWN = frozenset(
     """.split()
 )
 
+_CONFIG_FLAG = re.compile(r"--?(?:deepspeed|ds)(?:[_-]?(?:config|cfg|json|file|path))+")
 _TRUE = frozenset("true yes t y 1".split())  # HfArgumentParser's
 _BOOLEANS = _TRUE | frozenset("false no f n 0".split())
 
@@ -145,11 +146,16 @@ def is_on(args: Sequence[str], flag: str) -> bool:
 def config_flag(args: Sequence[str]) -> str | None:
     """Return the flag that names the DeepSpeed configuration; None if there is none.
 
-    `--deepspeed` is a switch in plain DeepSpeed scripts, and takes a file in Hugging Face's.
+    `--deepspeed` is a switch in plain DeepSpeed scripts, and takes a file in Hugging Face's. Flags
+    of a script's own, such as `--ds_config`, must take a JSON file.
     """
     if value_of(args, "--deepspeed_config"):
         return "--deepspeed_config"
-    return "--deepspeed" if looks_like_hf(args) else None
+    if looks_like_hf(args):
+        return "--deepspeed"
+    flags = (word.partition("=")[0] for word in args)
+    own = (flag for flag in flags if _CONFIG_FLAG.fullmatch(flag))
+    return next((f for f in own if (value_of(args, f) or "").endswith((".json", ".hjson"))), None)
 
 
 def replace_config(args: Sequence[str], path: str) -> tuple[str, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -11,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from dsat.command import experiment as experiments
 from dsat.command.entrypoint import Entrypoint
@@ -27,6 +31,7 @@ from dsat.engines.supervisors import LOST, Supervisors
 from dsat.engines.trial_folder import log_files, read_end, remove_hook
 from dsat.errors import DsatError, EngineError, ScriptFailed, UserInputError
 from dsat.in_trial import start_record
+from dsat.in_trial.hook import HOOK_FOLDER, TRIAL_VARIABLE
 from dsat.in_trial.rank_files import CONFIG_FILE, RECORDS_FOLDER, SEVERAL_NODES_FILE
 from dsat.values import host_limits
 from dsat.values.files import remove, write_atomically
@@ -34,6 +39,7 @@ from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 _POLL_S = 0.1
+_CHECK_S = 0.5  # between looks at all processes; from torch to a training it takes longer
 _LAST_LINES = 50
 _HERE = 0
 _OWN = Trial(0, TrialKind.BASELINE, "own", 0, BatchTriple(1, 1, 1), {})
@@ -68,6 +74,7 @@ class OwnCommand:
         self._timeout_s = options.timeout_s
         self.activities = ActivityLog()
         self._recorded: list[RankStart] = []
+        self._checks_hook_s = 0.0
         self._records = self.folder / RECORDS_FOLDER
         self._records.mkdir()
         cwd = cwd.resolve()
@@ -107,6 +114,7 @@ class OwnCommand:
             self._receive()
             self.activities.write([self.running])
             self._check_nodes()
+            self._check_hook()
             is_over = self._has_ended or time.monotonic() - began_s > self._timeout_s
             found = self._read()
             numbers = [rank.rank for rank in found]
@@ -211,11 +219,43 @@ class OwnCommand:
                 hint=ONE_NODE,
             )
 
+    def _check_hook(self) -> None:
+        """Raise UserInputError if a Python process without dsat's hook has loaded torch.
+
+        It would train unmeasured, and overwrite checkpoints. Processes that a rank starts lack the
+        hook on purpose.
+        """
+        if time.monotonic() < self._checks_hook_s:
+            return
+        self._checks_hook_s = time.monotonic() + _CHECK_S
+        hook = str(self.folder / HOOK_FOLDER)
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error, OSError):
+                env = process.environ()
+                if env.get(TRIAL_VARIABLE) != str(self.folder) or hook in env.get("PYTHONPATH", ""):
+                    continue
+                maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+                if "/libtorch_python" in maps and not _is_below_python(process, hook):
+                    raise UserInputError(
+                        "replaces PYTHONPATH, by which dsat measures and protects your training",
+                        where="command",
+                        hint="Keep its entries, as in export PYTHONPATH=src:$PYTHONPATH.",
+                    )
+
     def _read(self) -> list[RankStart]:
         return [RankStart.from_json(json.loads(path.read_text())) for path in self._record_files()]
 
     def _record_files(self) -> list[Path]:
         return sorted(self._records.glob(f"{start_record.RECORD_PREFIX}*.json"))
+
+
+def _is_below_python(process: psutil.Process, hook: str) -> bool:
+    """Return whether a Python process with the hook has started a process, directly or not."""
+    own = itertools.takewhile(lambda parent: parent.pid != os.getpid(), process.parents())
+    return any(
+        each.name().startswith("python") and hook in each.environ().get("PYTHONPATH", "")
+        for each in own
+    )
 
 
 def _drop_hook(env: Mapping[str, str]) -> dict[str, str]:

@@ -314,18 +314,26 @@ class _Plan:
         }
 
     def _process(self, share: Share, local: int, first: int) -> dict[str, Any]:
-        env = self.environment(first + local)
+        env, command = self.environment(first + local), self._command(first + local)
         if self.method is not StartMethod.FORKED:
-            paths = [str(self._folder / HOOK_FOLDER), env.get("PYTHONPATH"), str(self._packages)]
-            if self.builder.experiment.includes:  # the script may be a link to another folder
-                paths.insert(2, str(self._cwd))
-            env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+            env["PYTHONPATH"] = self._add_hook(env.get("PYTHONPATH", ""))
+            for number, word in enumerate(command if Path(command[0]).name == "env" else ()):
+                name, _, value = word.partition("=")
+                if name == "PYTHONPATH":
+                    command[number] = f"{name}={self._add_hook(value)}"
         is_bound = not self._is_command or self._machine.is_cpu
         return {
             "env": env,
             "cores": find_cores(share, local, self.program, self.config) if is_bound else [],
-            "command": self._command(first + local),
+            "command": command,
         }
+
+    def _add_hook(self, path: str) -> str:
+        """Return the entries of a `PYTHONPATH`, with those of dsat around them."""
+        paths = [str(self._folder / HOOK_FOLDER), path, str(self._packages)]
+        if self.builder.experiment.includes:  # the script may be a link to another folder
+            paths.insert(2, str(self._cwd))
+        return os.pathsep.join(filter(None, paths))
 
     def _command(self, rank: int) -> list[str]:
         if self._is_command:

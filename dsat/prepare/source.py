@@ -222,7 +222,9 @@ def _mark_word(program: Entrypoint, folder: Path) -> Entrypoint:
     named = program.config_path
     if named is None or os.path.isfile(folder / named):
         return program
-    is_word = not named.endswith(_SUFFIXES) and named[0] != "/"
+    # A script may look for the file in its own folder.
+    is_beside = os.path.isfile(folder / Path(program.script).parent / named)
+    is_word = (is_beside or not named.endswith(_SUFFIXES)) and named[0] != "/"
     return replace(program, launch=replace(program.launch, config_is_word=is_word))
 
 
@@ -270,13 +272,13 @@ def _command_of(target: Target, *, is_known: bool) -> tuple[str, ...]:
         command = [str(Path(sys.executable).parent / command[0]), *command[1:]]
     if shutil.which(command[0]) is None:
         problem, hint = "there is no such command", "Give it as you type it in a shell."
-        if given.endswith(_SUFFIXES):
-            problem = "is a configuration, not a command"
-            hint = f"Put the command before it: deepspeed train.py --deepspeed_config {given}"
-        elif os.path.isfile(given):
+        if os.path.isfile(given) and not given.endswith(_SUFFIXES):
             problem, hint = "is not executable", f"Run chmod +x {shlex.quote(given)}."
         elif len(given.split()) > 1:
             hint = "Leave out the quotes around the whole command."
+        elif given.endswith(_SUFFIXES):
+            problem = "is a configuration, not a command"
+            hint = f"Put the command before it: deepspeed train.py --deepspeed_config {given}"
         raise UserInputError(problem, where=given, hint=hint)
     if env:  # as a shell sets them
         command = ["env", *(f"{name}={value}" for name, value in env.items()), *command]

@@ -181,10 +181,9 @@ def _script(program: Entrypoint) -> list[str]:
 def _own_command(program: Entrypoint) -> tuple[dict[str, str], list[str]]:
     """Return the variables in front of the user's command, and its other words."""
     command = list(program.started_by)
-    if command[:1] != ["env"]:
-        return {}, command
-    del command[0]
-    return entrypoints.take_assignments(command), command
+    words = command[1:] if command[:1] == ["env"] else []
+    variables = entrypoints.take_assignments(words)
+    return (variables, words) if variables else ({}, command)
 
 
 def _form_of(program: Entrypoint) -> Form | None:

@@ -99,6 +99,7 @@ def script(*args: str, name: str = "train.py", **more: object) -> Entrypoint:
                 launch=replace(PASSES_RANK, binds_cores=True, core_list=(0, 2, 3, 4)),
             ),
         ),
+        ("python3 -um package.train -m", Entrypoint(module="package.train", args=("-m",))),
         # torchrun
         ("torchrun --nproc_per_node 2 train.py --x", script("--x", launcher=TORCHRUN, slots=2)),
         ("torchrun --nproc_per_node=gpu train.py", script(launch=ALL, launcher=TORCHRUN)),
@@ -182,6 +183,9 @@ def test_the_launchers_switches_are_known() -> None:
         ("--deepspeed_config", None, "--deepspeed_config"),
         ("--deepspeed_config=", None, "--deepspeed_config="),
         ("ds.json --deepspeed_config_dir x", None, "ds.json --deepspeed_config_dir x"),
+        ("--ds-config=ds.json --ds_lr 1", "ds.json", "--ds-config=NEW --ds_lr 1"),
+        ("--deepspeed-json a/ds.hjson", "a/ds.hjson", "--deepspeed-json NEW"),
+        ("--ds_config zero2", None, "--ds_config zero2"),
     ],
 )
 def test_finds_and_replaces_the_configuration(line: str, path: str | None, replaced: str) -> None:

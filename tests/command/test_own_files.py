@@ -172,12 +172,27 @@ def test_a_file_of_arguments_in_json(tmp_path: Path) -> None:
 
 
 def test_a_file_of_another_kind_gets_no_keys_that_its_script_may_refuse(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text("{}")
     text = "deepspeed: ds.json\nsteps: 9\ngradient_accumulation_steps: 1\n"
     _, copy = copied("python train.py --config own.yaml", text, answer(tmp_path))
     data = yaml.safe_load(copy)
     assert list(data) == ["deepspeed", "steps", "gradient_accumulation_steps"]
     assert data["deepspeed"] != "ds.json"
     assert data["gradient_accumulation_steps"] == CONFIG["gradient_accumulation_steps"] != 1
+
+
+def test_a_configuration_within_a_file_of_another_kind_is_replaced_as_a_whole(
+    tmp_path: Path,
+) -> None:
+    text = "deepspeed:\n  train_batch_size: 4\n  bf16: {enabled: true}\nsteps: 9\n"
+    _, copy = copied("python train.py own.yaml", text, answer(tmp_path))
+    assert yaml.safe_load(copy) == {"deepspeed": CONFIG, "steps": 9}
+
+
+@pytest.mark.parametrize("own", ["true", "zero2", "{micro: 4, stage: 1}"])
+def test_a_key_that_holds_no_configuration_is_left_alone(tmp_path: Path, own: str) -> None:
+    (tmp_path / "own.yaml").write_text(f"deepspeed: {own}\nds_config: ds.json\n")
+    assert rewrite_command(["python", "train.py", "own.yaml"], tmp_path, answer(tmp_path)) is None
 
 
 @pytest.mark.parametrize("named", [True, False])

@@ -178,6 +178,23 @@ def test_a_script_that_names_no_shell_is_run_by_one(place: Path) -> None:
     )  # whatever folder trials start in
 
 
+@pytest.mark.slow
+def test_a_variable_in_front_of_a_command_leaves_the_hook_in_place(place: Path) -> None:
+    program = seen(place, "env", "PYTHONPATH=lib", "COLOUR=blue", "python3", "train.py")
+    assert program.env["PYTHONPATH"].split(os.pathsep)[0] == str(place / "lib")
+    assert program.env["COLOUR"] == "blue"
+
+
+@pytest.mark.slow
+def test_a_training_that_dsat_cannot_see_is_ended_before_it_begins(place: Path) -> None:
+    """It would run in full, and overwrite the user's checkpoints."""
+    runnable(place / "run.sh", "#!/bin/bash\nexport PYTHONPATH=$PWD\npython3 blind.py\n")
+    (place / "blind.py").write_text("import time, torch\ntime.sleep(60)\nopen('trained', 'w')\n")
+    with pytest.raises(UserInputError, match=r"replaces PYTHONPATH.*src:\$PYTHONPATH"):
+        seen(place, str(place / "run.sh"))
+    assert not (place / "trained").exists()
+
+
 @pytest.mark.nightly
 def test_a_scripts_own_error_is_shown_as_soon_as_it_is_there(place: Path) -> None:
     (place / "broken.py").write_text("import missing\n")

@@ -51,17 +51,20 @@ def test_devices_are_chosen_once(
     assert found.program.env == variables
 
 
+@pytest.mark.parametrize("named", ["zero1", "ds.json"])
 def test_a_configuration_that_the_script_looks_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its argument is a word, which trials keep; only a run shows the configuration."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
-    command = ("train.py", "--deepspeed_config", "zero1")
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/train.py").touch()
+    (tmp_path / "src/ds.json").touch()  # a script may look in its own folder
+    command = ("src/train.py", "--deepspeed_config", named)
     found = sources.read(Target(command=command))
     assert found.unknown == sources.CONFIG
     [start] = starts_of(tmp_path, [{}], CONFIG)
-    start = replace(start, command=(*start.command, *command[1:]))
+    start = replace(start, command=(start.command[0], *command))
     found = found.complete_from_record(cast(Any, SimpleNamespace(ranks=lambda: [start], env={})))
     assert found.experiment.base_config.items() >= CONFIG.items()
     assert found.program.use_config("/trial/ds.json", CONFIG, {}, {}).args == command[1:]

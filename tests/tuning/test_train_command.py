@@ -92,7 +92,14 @@ def test_variables_of_the_command_are_written_down_but_for_credentials(
         assert bool(told.returncode) == (not given) and said in told.stdout + told.stderr
 
 
+def test_options_of_env_stay_in_front_of_the_command(ready: Prepared, tmp_path: Path) -> None:
+    command = ("env", "-u", "FOO", "torchrun", "--nproc-per-node", "1", *SCRIPT.split())
+    program = replace(ready.program, launch=Launch(), slots=1, started_by=command)
+    assert " env -u FOO torchrun " in printed_line(replace(ready, program=program), tmp_path)
+
+
 def test_a_script_that_reads_a_file_has_a_launcher_too(ready: Prepared, tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text("{}")
     (tmp_path / "conf.yaml").write_text("deepspeed: ds.json\n")
     command = ("python3", "train.py", "--config", "conf.yaml")
     program = replace(ready.program, launch=Launch(), args=command[2:], started_by=command)
