@@ -1,7 +1,7 @@
-"""DeepSpeed Autotune: what a training script imports, and the Python API.
+"""DeepSpeed Autotune: functions for training scripts, and the Python API.
 
-Importing this package imports neither torch nor deepspeed nor determined nor transformers; the API
-(`tune`, `estimate`, `load_run`, ...; see `dsat.api`) is imported when it is first used.
+Importing this package does not import torch, deepspeed, determined or transformers. The API
+(`tune`, `estimate`, `load_run`, ...; see `dsat.api`) is imported on first use.
 """
 
 import importlib
@@ -50,10 +50,10 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # by which every name would be known, as Any
+if not TYPE_CHECKING:  # a type checker would accept every name, as Any
 
     def __getattr__(name: str) -> Any:
-        if name not in __all__:  # all others are imported above
+        if name not in __all__:  # names of `__all__` that are not imported above come from the API
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(importlib.import_module("dsat.api"), name)
         globals()[name] = value

@@ -1,9 +1,9 @@
-"""`python3 -m dsat`."""
+"""Entry point of `python3 -m dsat`."""
 
 import os
 import sys
 
-# `-m` puts the working folder first, where a script may have the name of a library of ours.
+# `-m` puts the working folder first on the path, where a script may shadow a library of dsat's.
 if os.path.isdir(".") and os.getcwd() == sys.path[0] != os.path.dirname(
     os.path.dirname(os.path.abspath(__file__))
 ):

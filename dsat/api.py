@@ -1,7 +1,8 @@
 """The Python API: the commands as functions, for programs and notebooks.
 
-It takes the same words as the command line and has the same defaults. Nothing is printed, no signal
-handler is installed, nothing exits: messages go to the logger `dsat`, errors are `DsatError`s.
+Options and defaults are those of the command line. dsat prints nothing, sets no signal handler and
+never exits: messages go to the logger `dsat`. Errors are `DsatError`s; an unknown keyword raises
+TypeError, and `register_search` and `register_engine` raise TypeError or ValueError.
 """
 
 from __future__ import annotations
@@ -71,30 +72,31 @@ _Settings = TypeVar("_Settings", bound=ModelSettings)
 
 @dataclass(frozen=True, repr=False)
 class Result:
-    """The result of a search, or its state so far; `str` of it is the verdict.
+    """The result of a search, or its state so far; `str(result)` is the verdict.
 
     A row is a single trial as a plain mapping: `name`, `kind` ("profile", "baseline", "search",
     "repeat" or "final"), `stage`, the batch sizes, `overrides` of the DeepSpeed configuration,
     `script_args`, `outcome` ("OK", "OOM", ..; None while it runs), `message`, `predicted_bytes` and
-    `used_bytes` of a device's memory, and `metrics`. The verdict is based on the finals.
+    `used_bytes` of a device's memory, and `metrics` (None unless measured).
 
     Attributes:
-        run_dir: the folder of the run, absolute; None on a Determined cluster, and for a dry run,
-            which gives the metric and, as the verdict, the plan.
-        metric: what was optimised.
+        run_dir: absolute path of the run's folder; for a search on a Determined cluster, the local
+            copy of its results. None for a dry run and for a cluster search without such a copy.
+        metric: name of the optimised metric.
         best: the row of the best trial, as the search measured it; None if there is none.
-        best_value: value of the metric; from the finals, if there were any.
-        best_config: the DeepSpeed configuration to train with.
-        baseline: the row of the user's own configuration.
-        gain: ratio of the best to the user's own configuration.
-        trials: all rows, in the order in which they were begun.
-        warnings: each once.
+        best_value: metric of the best trial; from the finals, if any ran.
+        best_config: the DeepSpeed configuration to train with; None if there is no best trial.
+        baseline: the row of the user's own configuration; None if it has not run.
+        gain: how many times better the best is than the user's configuration; None if unknown.
+        trials: all rows, in the order in which the trials began.
+        warnings: distinct warnings of the run.
         stop_reason: why the search ended; None if it was interrupted or is running.
-        interrupted: Ctrl-C ended it.
+        interrupted: whether Ctrl-C ended `tune`. A search on a cluster continues nevertheless.
         wall_s: seconds of the search, without pauses.
-        train_command: what to type to train with the best configuration.
-        url: page of the search runner's experiment, on a Determined cluster.
-        verdict: what `str` says; with `dry_run` the plan, and the other fields are empty.
+        train_command: shell command that trains with the best configuration; None if unknown.
+        url: web page of the search on a Determined cluster; None elsewhere.
+        verdict: text of `str(result)`, based on the finals if any ran. A dry run sets only `metric`
+            and, as `verdict`, the plan.
     """
 
     run_dir: Path | None
@@ -125,7 +127,7 @@ class Result:
         return {**asdict(self), "run_dir": None if self.run_dir is None else str(self.run_dir)}
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return the trials as a table; each metric is a column (`metrics.throughput`, ..).
+        """Return the trials as a table, with a column for each metric (`metrics.throughput`, ..).
 
         Raises:
             ImportError: pandas is not installed.
@@ -147,27 +149,26 @@ def tune(
 ) -> Result:
     """Find the DeepSpeed configuration with which a training script runs fastest.
 
-    The same as `dsat tune`. The function returns when the search is finished, and may be called
-    from any thread. Ctrl-C in the main thread ends the search, and the best result so far is
-    returned. Before the search begins, Ctrl-C raises KeyboardInterrupt.
+    The same as `dsat tune`. It returns a `Result` when the search is finished (with `detach`, when
+    it is submitted), and may be called from any thread. Ctrl-C in the main thread ends the search
+    and returns the best result so far; on a Determined cluster the search continues. Before the
+    search begins, Ctrl-C raises KeyboardInterrupt.
 
     Args:
         target: a script (`"train.py"`), a command (`["torchrun", "train.py", "--deepspeed_config",
             "ds.json"]`), or an experiment configuration (`"deepspeed.yaml"`).
-        model_dir: the folder of an experiment's script; by default the configuration's own.
-        method: "model", "asha", "binary", "random" or "gridsearch", or a name given to
+        model_dir: the folder of an experiment's script; by default that of its configuration.
+        method: "model", "asha", "binary", "random" or "gridsearch", or a name passed to
             `register_search`.
-        callbacks: functions called after each trial with its row (see `Result`). An exception that
-            one raises ends the search, and is raised here.
+        callbacks: functions called after each trial with its row (see `Result`); not on a cluster.
+            `tune` ends the search and raises the exception of a callback that fails.
         search_options: keyword arguments of a registered search's constructor.
         options: the options of the command line, by their names and with their defaults.
 
-    Returns:
-        The result.
-
     Raises:
-        UserInputError: an argument or a file is wrong.
-        SearchFailed: no configuration could be measured; `detail` holds the script's traceback.
+        UserInputError: an argument or a file is wrong, or the script ignores its configuration.
+        SearchFailed: no configuration could be measured, or the full-length training failed;
+            `detail` holds the script's traceback, if known.
         DsatError: another error, see `dsat.errors`.
     """
     values, given = read_keywords(
@@ -201,7 +202,7 @@ def load_run(path: PathLike) -> Result:
         path: the run's folder, or its name in `dsat_runs`, or its journal.
 
     Raises:
-        UserInputError: there is no run.
+        UserInputError: there is no run, or it has not begun.
         JournalError: the journal cannot be read.
     """
     folder = Path(path)
@@ -219,12 +220,12 @@ def register_search(name: str, search: type[Search]) -> None:
     """Register a search for `tune(method=name)`.
 
     Args:
-        name: of the method.
+        name: name of the method.
         search: a subclass of `dsat.search.Search`.
 
     Raises:
-        ValueError: dsat has a method of this name.
-        TypeError: the class is not a search, or lacks a method.
+        ValueError: dsat has a built-in method of this name.
+        TypeError: the class is not a search, or does not implement every abstract method.
     """
     if name in _BUILT_IN:
         raise ValueError(f"dsat has a method {name!r} itself: choose another name")
@@ -241,13 +242,13 @@ def register_engine(name: str, make_engine: EngineFactory) -> None:
     """Register an engine for `tune(engine=name)`.
 
     Args:
-        name: of the engine.
-        make_engine: makes a `dsat.engines.Engine`. Its arguments are an object with `experiment`,
-            `program`, `plan` and `settings`, and the folder of the run. Memory is predicted by
-            formula.
+        name: name of the engine.
+        make_engine: function that makes a `dsat.engines.Engine`. Its arguments are an object with
+            `experiment`, `program`, `plan` and `settings`, and the folder of the run. Memory is
+            predicted by formula.
 
     Raises:
-        ValueError: dsat has an engine of this name.
+        ValueError: dsat has a built-in engine of this name.
     """
     if name in ENGINE_NAMES:
         raise ValueError(f"dsat has an engine {name!r} itself: choose another name")
@@ -259,15 +260,15 @@ def estimate(
     model_dir: PathLike | None = None,
     **options: Unpack[EstimateOptions],
 ) -> Estimate:
-    """Estimate the memory of each ZeRO stage and offloading, without running a trial.
+    """Estimate the memory that each ZeRO stage and offloading needs, without running a trial.
 
     Args:
         target: a script, command or experiment, as for `tune`; None with `model`.
-        model_dir: the folder of an experiment's script; by default the configuration's own.
+        model_dir: the folder of an experiment's script; by default that of its configuration.
         options: see below.
 
     Returns:
-        The table: `lines`, each with its `strategy`, `slots` and memory. `str` of it is what
+        The table: `lines` with `strategy`, `slots` and memory. `str(table)` is the text that
         `dsat estimate` prints.
 
     Raises:
@@ -287,12 +288,13 @@ def project(
 
     Args:
         target: a script, command or experiment, as for `tune`; None with `model`.
-        model_dir: the folder of an experiment's script; by default the configuration's own.
+        model_dir: the folder of an experiment's script; by default that of its configuration.
         options: see below.
 
     Returns:
-        The answers: `best` and `own`, rows by number of cards, each with its step time,
-        throughput and interval; `str` of it is what `dsat project` prints.
+        The projection: `own` has a row for each number of GPUs, and `best` the fastest rows by
+        number of GPUs. A row has step time, throughput and 90 % interval. `str(projection)` is
+        the text that `dsat project` prints.
 
     Raises:
         UserInputError: an argument or a file is wrong.
@@ -342,7 +344,7 @@ def _tune_here(ready: Prepared, callbacks: Sequence[Callback]) -> Result:
 
 
 def _result(summary: Mapping[str, Any], *, run_dir: Path | None, **known: Any) -> Result:
-    """Make a result from a summary, which may lack fields."""
+    """Make a result from a summary; missing fields get their defaults."""
     same = "metric best best_value baseline gain stop_reason wall_s".split()
     return Result(
         **{name: summary[name] for name in same if name in summary},
@@ -356,7 +358,7 @@ def _result(summary: Mapping[str, Any], *, run_dir: Path | None, **known: Any) -
 
 
 class _Calls(Observer):
-    """Call back after each trial; an `Observer` of the loop."""
+    """Observer of the loop that runs the user's callbacks after each trial."""
 
     def __init__(self, callbacks: Sequence[Callback]) -> None:
         self._callbacks = callbacks

@@ -1,6 +1,6 @@
-"""The arguments of the Python API: their types, and their values as settings.
+"""Arguments of the Python API: their types, and their conversion to settings.
 
-Options on the command line have the same names. `dsat.tuning.settings` describes them.
+Options on the command line have the same names. The commands' settings classes describe them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Fraction = float | str  # or text such as "2%"
 
 
 class TargetOptions(TypedDict, total=False):
-    """The options of a target."""
+    """Options that describe a target."""
 
     ds_config: PathLike | None
     add_files: PathLike | Sequence[PathLike]
 
 
 class ModelOptions(TargetOptions, total=False):
-    """The options of `dsat.estimate` and `dsat.project`."""
+    """Options that `dsat.estimate` and `dsat.project` share."""
 
     model: PathLike | None
     seq_length: int | None
@@ -112,7 +112,7 @@ class TuneOptions(TargetOptions, total=False):
 
 
 def read_target(target: Target, model_dir: PathLike | None) -> dict[str, Any]:
-    """Return the settings of a target."""
+    """Convert a target to settings; raise UserInputError if it is neither a path nor a command."""
     if isinstance(target, (str, os.PathLike)):
         path = Path(target)
         if len(str(path).split()) > 1 and not os.path.exists(path):
@@ -142,13 +142,13 @@ def read_keywords(
     """Read keyword arguments of the Python API.
 
     Args:
-        options: of the function.
+        options: options of the API function.
         given: values by keyword.
         called: the call, for messages.
 
     Returns:
-        The values by the names of their settings (of a search's or a place's option by keyword),
-        and the keywords by the same names.
+        Two mappings whose keys are names of settings (the keyword, if an option of a search or a
+        place): to the converted values, and to the keywords that the user wrote.
 
     Raises:
         UserInputError: a value is wrong.

@@ -1,4 +1,4 @@
-"""Checks of the environment before a script runs in it: `dsat doctor`."""
+"""Checks of the environment in which scripts will run: `dsat doctor`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dsat.values import format as fmt
 from dsat.values import hazards
 
 OK, WARNING, FAILS = "ok", "warning", "fails"
-# Beside those that dsat itself requires.
+# Packages that `dsat doctor` lists besides dsat's requirements.
 _FRAMEWORKS = ("transformers", "accelerate", "trl", "peft", "lightning", "determined")
 _SHARED, _SHARED_BYTES = "/dev/shm", 2**30  # noqa: S108  (Docker gives 64 MiB)
 _NVCC_LIMIT_S, _MASTER_LIMIT_S = 20.0, 3.0
@@ -34,7 +34,7 @@ _NVCC_LIMIT_S, _MASTER_LIMIT_S = 20.0, 3.0
 
 @dataclass(frozen=True)
 class Finding:
-    """A part of the environment.
+    """Result of the check of one part of the environment.
 
     Attributes:
         state: "ok"; "warning" if trials run, but something else does not work; "fails" if no trial
@@ -56,7 +56,7 @@ def examine(cluster: str | None) -> list[Finding]:
         cluster: address of the configured Determined master, if any.
     """
     findings = list(_packages())
-    # torch and DeepSpeed find the accelerators.
+    # Finding accelerators needs torch and DeepSpeed.
     if all(packages.version(name) is not None for name in packages.TRAINING):
         findings += _accelerators()
     return [*findings, _compiler(), _shared_memory(), _place(cluster)]
@@ -131,7 +131,7 @@ def _compiler() -> Finding:
 
 
 def _toolkit() -> Finding:
-    """CUDA's compiler, as torch looks for it (torch/utils/cpp_extension.py, 2.15)."""
+    """Check nvcc at the place where torch 2.15 looks for it (torch/utils/cpp_extension.py)."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     named = Path(home or "/usr/local/cuda") / "bin" / "nvcc"
     nvcc = (None if home else shutil.which("nvcc")) or (str(named) if named.is_file() else None)
@@ -157,9 +157,9 @@ def _toolkit() -> Finding:
 
 
 def _operators_without_nvcc() -> list[str]:
-    """Return DeepSpeed's optimizers that nvcc has to compile, and that were not built before."""
+    """Return DeepSpeed's optimizers that need nvcc and were not compiled at installation."""
     built = _read_module("deepspeed", "git_version_info_installed.py").get("installed_ops", {})
-    # DeepSpeed 0.19.8 compiles CPUAdam with a C++ compiler alone.
+    # DeepSpeed 0.19.8 has no such file: it compiles CPUAdam with a C++ compiler alone.
     by_nvcc = {"fused_adam": "FusedAdam"}
     if _file_of("deepspeed", "ops/op_builder/cpu_adam.py").exists():
         by_nvcc["cpu_adam"] = "CPUAdam, for offloading"
@@ -171,7 +171,7 @@ def _cuda_of_torch() -> str:
 
 
 def _read_module(package: str, name: str) -> dict[str, Any]:
-    """Run a file of a package without importing the package; return its variables."""
+    """Run a file of a package without importing the package; return the file's variables."""
     try:
         return runpy.run_path(str(_file_of(package, name)))
     except OSError:
@@ -217,7 +217,7 @@ def _place(cluster: str | None) -> Finding:
         parts = urlsplit(cluster if "://" in cluster else f"http://{cluster}")
         port = parts.port or (443 if parts.scheme == "https" else 8080)
         socket.create_connection((parts.hostname or cluster, port), _MASTER_LIMIT_S).close()
-    except (OSError, ValueError) as error:  # ValueError: no address
+    except (OSError, ValueError) as error:  # ValueError: malformed address
         problem = f"the cluster cannot be reached: {error}"
         remedy = "correct DET_MASTER or `det user login`, or add --engine local"
         return Finding("trials run on", found, WARNING, problem, remedy)

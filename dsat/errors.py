@@ -1,13 +1,13 @@
 """All exceptions that dsat raises deliberately.
 
     DsatError
-    |-- UserInputError        invalid input from the user: exit status 2, one line
+    |-- UserInputError        invalid input from the user: exit status 2
     |-- JournalError          a run's journal cannot be read or written
     |   |-- JournalLocked     another process is using the run
     |   `-- JournalMismatch   the journal belongs to a run with another plan: exit status 2
     |-- SearchFailed          no configuration could be measured, or the final training failed
     |-- EngineError           this machine cannot run trials
-    |   `-- ScriptFailed      the user's script failed before any trial; also a SearchFailed
+    |   `-- ScriptFailed      the user's script did not reach DeepSpeed; also a SearchFailed
     |-- InvalidTrial          a trial's script did not follow its configuration
     `-- Diverged              a trial's training diverged
 
@@ -25,7 +25,7 @@ class DsatError(Exception):
 
     @classmethod
     def convert_os_error(cls, error: OSError) -> DsatError:
-        """Return an error of the system with its file."""
+        """Convert an error of the operating system, naming the file concerned."""
         name = f"{error.filename}: " if error.filename else ""
         return cls(f"{name}{error.strerror or error}")
 
@@ -74,14 +74,14 @@ class EngineError(DsatError):
 
 
 class ScriptFailed(EngineError, SearchFailed):
-    """The user's script ended before its configuration was known."""
+    """The user's script did not call `deepspeed.initialize` on every rank, or not in time."""
 
 
 class InvalidTrial(DsatError):
     """Inside a trial: the script did not follow the trial's configuration.
 
     Attributes:
-        facts: the arguments besides the message, which are fields of `Outcome`.
+        facts: the keyword arguments, as fields of `Outcome`; `most_samples` sets `smaller_may_run`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Options: declared once, read by the command line, the Python API and the documents.
+"""Options: declared once, for the command line, the Python API and the documentation.
 
 A field of a command's settings class holds its `Option`: flags, type, default, help and group.
 """
@@ -25,7 +25,7 @@ _TIME_UNITS = {"": 1, "S": 1, "M": 60, "MIN": 60, "H": 3600}
 _AMOUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _LARGEST_AMOUNT = 1e18
 _LONGEST_S = 1e9  # a longer timeout overflows in system calls
-OWN, ANY = "own", "any"  # in the place of a global batch size
+OWN, ANY = "own", "any"  # accepted instead of a global batch size
 
 
 def _unique(values: Iterable[Any]) -> Any:
@@ -38,8 +38,8 @@ class Kind:
 
     Attributes:
         read: converts a word of the command line, or a value of Python, to the setting's value.
-            Raises ValueError for others.
-        collect: combines the values of options that take several.
+            Raises ValueError for an invalid value.
+        collect: combines the values of an option that takes several.
     """
 
     read: Callable[[Any], Any]
@@ -48,7 +48,7 @@ class Kind:
 
 
 class Group(enum.Enum):
-    """The headings of `--help` and the reference, in their order."""
+    """Headings of `--help` and of the options reference, in order."""
 
     FIRST = "most used"
     TARGET = "target"
@@ -67,12 +67,12 @@ class Option:
     """An option of the command line, and a keyword argument of the Python API.
 
     Attributes:
-        flags: its names; an argument of the command has one without dashes.
-        default: as a user writes it.
+        flags: names on the command line; a positional argument has one name, without dashes.
+        default: the default, as a user would write it.
         metavar: the placeholder of a value in `--help`; by default the kind's.
-        choices: all values that are allowed, if they are few.
-        many: takes one value or more.
-        excludes: flags of options that exclude it.
+        choices: all allowed values, if they are few.
+        many: whether it takes one or more values.
+        goes_with, excludes: flags of the option that it needs, and of options that it excludes.
         old: earlier names, which work but are not documented.
     """
 
@@ -100,7 +100,7 @@ class Option:
 
     @property
     def keywords(self) -> set[str]:
-        """The arguments of the Python API that set it, earlier names included."""
+        """Keyword arguments of the Python API that set this option, earlier names included."""
         return {self.keyword, *(_keyword(flag) for flag in self.old if flag.startswith("--"))}
 
     @property
@@ -128,7 +128,7 @@ class Option:
         return self.kind.read(self.default)
 
     def takes(self, word: str) -> bool:
-        """Return whether a word is a further value, rather than the user's command."""
+        """Return whether a word is surely a further value, not the start of the user's command."""
         if not self.many or self.kind in (None, PATH, SWITCH):  # any word may be a path
             return False
         try:
@@ -195,7 +195,7 @@ def options_of(settings: Any) -> Iterator[Option]:
 
 
 def check_together(settings: Any) -> None:
-    """Raise UserInputError for an option that has no effect with the others."""
+    """Raise UserInputError if an option needs a missing one, or excludes another one."""
     options = options_of(settings)
     given = {o.flags[-1]: o for o in options if getattr(settings, o.name) != o.initial}
     for flag, declared in given.items():
@@ -210,7 +210,7 @@ def check_together(settings: Any) -> None:
 
 
 def _measure(value: Any, units: Mapping[str, int]) -> float:
-    """Parse `1.5GiB`, `10m` or `300B` in the smallest of its units; 0 for other text."""
+    """Convert `1.5GiB`, `10m` or `300B` to the unit of factor 1; return 0 for any other text."""
     match = re.fullmatch(
         r"(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)", _text(value).strip(), re.ASCII
     )
@@ -229,7 +229,7 @@ def memory_size(value: str | int) -> int:
 
 
 def write_memory_size(size_bytes: int) -> str:
-    """Write a number of bytes exactly, in the shortest way."""
+    """Write a number of bytes in the largest unit that divides it (1024-based)."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size_bytes % _MEMORY_UNITS[unit.upper()] == 0:
             return f"{size_bytes // _MEMORY_UNITS[unit.upper()]}{unit}"
@@ -296,7 +296,7 @@ def _number(value: str | float) -> float:
 
 
 def _text(value: Any) -> str:
-    """Return a Python number as text of the command line."""
+    """Return text or a Python number as text of the command line."""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(f"{value!r} is neither text nor a number")
     return str(value)
@@ -334,11 +334,11 @@ def _values_by_switch(read: Iterable[tuple[str, tuple[Any, ...]]]) -> dict[str, 
     return found
 
 
-ALL_LINEAR = "all-linear"  # PEFT's word: all linear layers but the output embedding
+ALL_LINEAR = "all-linear"  # PEFT's word for all linear layers except the output embedding
 
 
 def _lora(value: Any) -> dict[str, str]:
-    """Return the parts of `r=16,target=q_proj+v_proj,dropout=0.05`."""
+    """Return the parts of `r=16,target=q_proj+v_proj,dropout=0.05`, as text; each may be absent."""
     if not isinstance(value, Mapping):
         value = dict(part.partition("=")[::2] for part in _word(value).split(","))
     found = {str(key).strip(): str(part).strip() for key, part in value.items()}

@@ -1,4 +1,4 @@
-"""The commands: they take settings, print text and return an exit status."""
+"""The commands: they take settings, print text or JSON, and return an exit status."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _estimate(settings: EstimateSettings, view: LiveView) -> int:
                     if view.is_live:
                         heading = f"{fmt.count(slots, 'GPU')}: {tabled.progress}"
                         view.show(heading, tabled.table(slots))
-        except KeyboardInterrupt:  # what is not simulated is answered by formula
+        except KeyboardInterrupt:  # the formula replaces the simulations that are missing
             is_interrupted = True
         found = tabled.estimate()
     print(json.dumps(found.to_json(), indent=2) if settings.json else found)
@@ -72,7 +72,7 @@ def _project(settings: ProjectSettings) -> int:
 def _fit(settings: EstimateSettings) -> int:
     try:
         found = fits.fit(settings)
-    except Exception as error:  # of any kind: 1 would say that it does not fit
+    except Exception as error:  # also bugs: status 1 would mean that the model does not fit
         output.report(error)
         return EXIT_USAGE
     print(json.dumps(found.to_json(), indent=2) if settings.json else found)
@@ -89,7 +89,7 @@ def _tune_on_cluster(settings: Settings, choice: Choice, view: LiveView) -> int:
 
 
 def _print_submitted(submitted: submit.Submitted, *, as_json: bool) -> int:
-    """Print the result of a search on a cluster, and return the exit status."""
+    """Return the exit status of a search on a cluster; print its result if `as_json`."""
     if as_json:
         output.print_json(submitted.to_json())
     if submitted.interrupted:

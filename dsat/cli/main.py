@@ -11,7 +11,7 @@ from types import FrameType
 
 from dsat.cli import EXIT_INTERRUPTED, parser, streams
 
-# Signals that a terminal or a service manager sends together are one interruption.
+# Signals within this time are one interruption: terminals and service managers send several.
 _TOGETHER_S = 0.5
 
 

@@ -1,4 +1,4 @@
-"""Messages of the command line before and after a run."""
+"""Output of the command line: log messages, results and errors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dsat.values.text import (
 
 
 class _Handler(logging.Handler):
-    """A handler that prints messages of dsat above the table."""
+    """Logging handler that prints dsat's messages above the live table."""
 
     def __init__(self, view: LiveView) -> None:
         super().__init__()
@@ -37,14 +37,14 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == TRIALS and self._view.is_live:
-            return  # they are in the table
+            return  # the table shows the trials
         said = printable(record.getMessage())
         self._view.say(f"warning: {said}" if record.levelno >= logging.WARNING else said)
 
 
 @contextlib.contextmanager
 def messages_to(view: LiveView) -> Iterator[None]:
-    """Show the messages that dsat logs."""
+    """Show the messages that dsat logs, while the context is open."""
     log, handler = logging.getLogger("dsat"), _Handler(view)
     level = log.level
     log.addHandler(handler)
@@ -57,12 +57,12 @@ def messages_to(view: LiveView) -> Iterator[None]:
 
 
 def print_json(value: Any) -> None:
-    """Print a result as JSON, without values that look like secrets."""
+    """Print a result as JSON, with `***` in place of values that look like secrets."""
     print(json.dumps(hide_secrets_in_values(value), indent=2), flush=True)
 
 
 def result_of(search: LocalSearch) -> Iterator[terminal.Part]:
-    """Yield the verdict, the path of the result, and the command to train with it."""
+    """Yield the verdict and, if there is a best trial, its configuration file and how to train."""
     run, ready = search.run, search.ready
     if run.outcomes:
         yield from terminal.describe_result(RunView.build(run))
@@ -81,14 +81,14 @@ def result_of(search: LocalSearch) -> Iterator[terminal.Part]:
 
 
 def how_to_continue(ready: Prepared, folder: Path) -> str:
-    """Return the command that continues an interrupted run."""
+    """Return a line with the command that continues an interrupted run."""
     assert ready.line is not None
     words = [train_command.find_program("dsat"), *ready.line.resumed(folder)]
     return f"Continue with: {shell_line(words)}"
 
 
 def report(error: Exception) -> int:
-    """Print an error below the output of the user's script, and return the exit status."""
+    """Print an error, after the script's traceback if known; return the exit status."""
     if isinstance(error, OSError):
         error = DsatError.convert_os_error(error)
     if not isinstance(error, DsatError):
@@ -100,7 +100,7 @@ def report(error: Exception) -> int:
 
 
 def report_bug(error: Exception) -> int:
-    """Print a bug of dsat with its traceback."""
+    """Print an unexpected exception with its traceback; return the exit status of a bug."""
     print(printable("".join(traceback.format_exception(error)), MOST_OF_A_LOG), file=sys.stderr)
     print(
         f"dsat: error: this is a bug in dsat {__version__}. Please report it with the lines above",

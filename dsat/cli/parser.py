@@ -1,4 +1,4 @@
-"""Parsing of the command line into settings, by the declared options."""
+"""Parser of the command line: it makes settings from the declared options."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dsat.tuning.settings import RUN, TUNE, Settings
 
 AnySettings = Settings | EstimateSettings | ProjectSettings | ReadOnlySettings
 
-# Commands that predict, by name.
+# Settings of the commands that predict, by command.
 PREDICTS: Mapping[str, type[EstimateSettings | ProjectSettings]] = {
     "estimate": EstimateSettings,
     "project": ProjectSettings,
@@ -47,7 +47,7 @@ Examples:
 
 
 def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
-    """Parse a command line; if it is wrong, exit with status 2 and one line."""
+    """Parse a command line; if it is wrong, print usage and error, and exit with status 2."""
     if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
         import argcomplete
 
@@ -92,7 +92,7 @@ def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
 
 
 def _note_options_of_command(words: Sequence[str], options: Iterable[Option]) -> None:
-    """Say which words of the user's command look like options of dsat."""
+    """Print a note for each word of the user's command that looks like a common dsat option."""
     ours = {flag for each in options if each.group is Group.FIRST for flag in each.flags}
     for word in words:
         if word.startswith("--") and word.partition("=")[0] in ours:
@@ -103,8 +103,8 @@ def _note_options_of_command(words: Sequence[str], options: Iterable[Option]) ->
 def split(words: Sequence[str], options: Iterable[Option]) -> tuple[list[str], list[str]]:
     """Split words into options and the target.
 
-    The target begins at the first word that is neither an option nor the value of one, or after
-    `--`. A word that begins with a dash and is no option counts as one: the parser refuses it.
+    The target begins after `--`, or at the first word that is neither an option nor its value. An
+    unknown word that begins with a dash counts as an option, so that the parser refuses it.
     """
     by_flag = {flag: each for each in options for flag in (*each.flags, *each.old)}
     position = 0
@@ -152,7 +152,7 @@ def _settings(
 
 
 def _check_target(name: str, values: Mapping[str, Any], target: Mapping[str, Any]) -> None:
-    """Raise UserInputError if the target is missing, or its options belong to another kind."""
+    """Raise UserInputError if the target is missing, or an option does not apply to its kind."""
     if "command" in target and values.get("include"):
         raise UserInputError(
             "works only with an experiment configuration. Remove it", where="--add-files"
@@ -182,14 +182,14 @@ def _look_settings(parser: argparse.ArgumentParser, values: dict[str, Any]) -> R
 
 
 def _is_program(word: str) -> bool:
-    """Return whether a word is a script, or a program on the PATH or in dsat's environment."""
+    """Return whether a word is a `.py` script, or a program on PATH or beside dsat's Python."""
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
     is_command = bool(word) and shutil.which(word, path=path) is not None
     return word.endswith(".py") or (not Path(word).is_file() and is_command)
 
 
 def _join_switches(words: Sequence[str], options: Iterable[Option]) -> list[str]:
-    """Join `--vary --flag=...` to one word: argparse would take the flag for an option."""
+    """Join `--vary --flag=...` into one word, since argparse would read the flag as an option."""
     flags = {flag: each for each in options for flag in (*each.flags, *each.old)}
     joined: list[str] = []
     for word in words:
@@ -209,7 +209,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """Build the parser of all commands, without targets.
 
     Args:
-        only: a command; the others get no options, which takes time.
+        only: the only command that gets its options, which is faster; None for all commands.
     """
     parser = argparse.ArgumentParser(
         prog="dsat",
@@ -233,7 +233,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def options_of_command(name: str) -> list[Option]:
-    """Return the declared options of one of `METHODS`."""
+    """Return the declared options of a command, one of `METHODS`."""
     if name in SEARCHES or name in TUNES:
         return list(all_options(name if name in SEARCHES else None))
     return list(options_of({**PREDICTS, **READ_ONLY}[name]))

@@ -1,4 +1,4 @@
-"""The read-only commands: they print or export runs and change none."""
+"""Read-only commands: they print, export or serve runs, or check the environment."""
 
 from __future__ import annotations
 

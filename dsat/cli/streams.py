@@ -10,21 +10,21 @@ from typing import IO, Any
 def make_safe() -> None:
     """Open closed standard descriptors, and tolerate failing writes.
 
-    The next file that is opened would get a closed descriptor's number. If that is a journal, a
-    library's output would end up in it.
+    The next opened file would get the number of a closed descriptor. If that file is a journal, a
+    library would write its output into it.
     """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+            opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
             assert opened == descriptor, opened
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         stream = getattr(sys, name)
         if stream is None:
             stream = open(descriptor, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # not every terminal has a ±
+            stream.reconfigure(errors="replace")  # not every encoding has ±
         if not isinstance(stream, _Safe):
             setattr(sys, name, _Safe(stream))
 
@@ -38,7 +38,7 @@ class _Safe:
     def write(self, text: str) -> int:
         try:
             return self._stream.write(text)
-        except (OSError, ValueError):  # ValueError: it was closed
+        except (OSError, ValueError):  # ValueError: the stream was closed
             self._give_up()
             return len(text)
 

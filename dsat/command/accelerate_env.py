@@ -1,8 +1,8 @@
-"""The variables by which `accelerate launch` gives a script its DeepSpeed configuration.
+"""Environment variables by which `accelerate launch` passes a DeepSpeed configuration to a script.
 
 Sources: accelerate 1.15 (utils/launch.py, `DeepSpeedPlugin` in utils/dataclasses.py). With a
-configuration file the plugin refuses the other variables only if they are listed in
-`ACCELERATE_CONFIG_DS_FIELDS`.
+configuration file, the plugin refuses other settings only if `ACCELERATE_CONFIG_DS_FIELDS` lists
+them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dsat.values import parallelism
 _USES_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _GAS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-# Settings that the file has in their place.
+# Variables whose settings are in the configuration file.
 _IN_THE_FILE = ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_GRADIENT_CLIPPING")
 _ZERO3_INIT = "ACCELERATE_DEEPSPEED_ZERO3_INIT"
 _IN_THE_FILE_PREFIX = "ACCELERATE_DEEPSPEED_OFFLOAD_"
@@ -31,7 +31,7 @@ def uses_deepspeed(env: Mapping[str, str]) -> bool:
 
 
 def use_config(env: Mapping[str, str], path: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables with another configuration, if accelerate passes one to the script."""
+    """Return the variables; if accelerate passes a configuration file, with that at `path`."""
     if not uses_deepspeed(env):
         return dict(env)
     kept = {
@@ -39,8 +39,8 @@ def use_config(env: Mapping[str, str], path: str, config: Mapping[str, Any]) -> 
         for name, value in env.items()
         if name not in _IN_THE_FILE and not name.startswith(_IN_THE_FILE_PREFIX)
     }
-    if importlib.util.find_spec("transformers") is not None:  # which the flag needs
-        kept.pop(_ZERO3_INIT, None)  # by the stage of the file
+    if importlib.util.find_spec("transformers") is not None:  # the variable needs transformers
+        kept.pop(_ZERO3_INIT, None)  # without it, the stage in the file decides
     found = {**kept, CONFIG_FILE: path, "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file"}
     gas = config.get("gradient_accumulation_steps")
     if isinstance(gas, int):
@@ -51,14 +51,14 @@ def use_config(env: Mapping[str, str], path: str, config: Mapping[str, Any]) -> 
 def make_parallelism_variables(
     env: Mapping[str, str], config: Mapping[str, Any], slots: int
 ) -> dict[str, str]:
-    """Return variables by which accelerate 1.12 and newer divide each sequence among devices.
+    """Return variables that set, or disable, the sequence parallelism of accelerate 1.12 and newer.
 
     A Trainer whose arguments have a `parallelism_config` ignores them.
     """
     shared = parallelism.of_config(config)
     if shared.sequence == 1:
         return {_USES_PARALLELISM: "false"} if _USES_PARALLELISM in env else {}
-    attention = f"{_PARALLEL}SP_ATTN_IMPLEMENTATION"  # accelerate names no default
+    attention = f"{_PARALLEL}SP_ATTN_IMPLEMENTATION"  # accelerate has no default for it
     return {
         attention: env.get(attention, "sdpa"),
         _USES_PARALLELISM: "true",

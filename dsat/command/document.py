@@ -1,4 +1,4 @@
-"""The user's files as text and as values of JSON."""
+"""The user's files as text and as JSON values."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def read_text(path: Path) -> str:
     """Read the text of a file.
 
     Raises:
-        UserInputError: it does not exist, is not a regular file, or is not UTF-8 text.
+        UserInputError: it cannot be read, is not a regular file, or is not UTF-8 text.
     """
     try:
-        if path.exists() and not path.is_file():  # a pipe could be read once, and is read twice
+        if path.exists() and not path.is_file():  # dsat reads files twice, a pipe only works once
             raise UserInputError("cannot be read: it is not a file", where=str(path))
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -32,9 +32,9 @@ def read_text(path: Path) -> str:
 
 
 def copy_as_json(data: Any, at: str = "") -> Any:
-    """Return a copy of a value as JSON has it: keys are text, and no two places share a value.
+    """Return a copy of a value made through JSON: keys are text, and no objects are shared.
 
-    Raises ValueError, with the place, for what JSON cannot hold, and RecursionError.
+    Raises ValueError, with the place, if JSON cannot hold a value; RecursionError if too deep.
     """
     try:
         return json.loads(json.dumps(data, allow_nan=False))
@@ -47,7 +47,7 @@ def copy_as_json(data: Any, at: str = "") -> Any:
 
 
 def check_size(data: Any) -> None:
-    """Raise ValueError for a document of YAML that its aliases make too large to be read."""
+    """Raise ValueError if a YAML document, with aliases expanded, has too many values."""
     if _count(data, {}) > _MOST_VALUES:
         raise ValueError(f"holds more than {_MOST_VALUES:,} values, with those of its aliases")
 

@@ -1,4 +1,4 @@
-"""DeepSpeed configurations: the reader of their files, and pure functions on their content.
+"""DeepSpeed configurations: a reader of files, and pure functions on their content.
 
 No function changes its arguments.
 """
@@ -19,7 +19,7 @@ from dsat.values import parallelism
 from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import BatchTriple
 
-# Hyperparameters of an experiment that hold the DeepSpeed configuration and what is laid over it.
+# Hyperparameters of an experiment that hold the DeepSpeed configuration and its overrides.
 CONFIG_KEY = "deepspeed_config"
 OVERWRITE_KEY = "overwrite_deepspeed_args"
 DSAT_MODE_KEY = "_use_dsat_mode"
@@ -30,8 +30,8 @@ AUTOTUNING = "autotuning"  # the section of DeepSpeed's own autotuner
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 AUTO = "auto"
 STAGES = (0, 1, 2, 3)
-# "auto" settings of `zero_optimization` that the Trainer computes from the hidden size, and how
-# (integrations/deepspeed.py of transformers 5.23); accelerate computes the same.
+# How the Trainer computes "auto" settings of `zero_optimization` from the hidden size
+# (integrations/deepspeed.py of transformers 5.23); accelerate computes the same values.
 BY_HIDDEN_SIZE: Mapping[str, Callable[[int], int]] = {
     "reduce_bucket_size": lambda hidden: hidden * hidden,
     "stage3_prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
@@ -40,10 +40,10 @@ BY_HIDDEN_SIZE: Mapping[str, Callable[[int], int]] = {
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a DeepSpeed configuration from a file of any name, `use_current_names`.
+    """Read a DeepSpeed configuration from a file of any name; see `use_current_names`.
 
     Raises:
-        UserInputError: it cannot be read, does not parse (with the line), or holds something else.
+        UserInputError: it cannot be read, does not parse (with the line), or is not a mapping.
     """
     try:
         return use_current_names(parse(document.read_text(path)))
@@ -55,9 +55,9 @@ def parse(text: str) -> dict[str, Any]:
     """Parse a configuration as DeepSpeed does: JSON, or Hjson with its comments.
 
     Raises:
-        ValueError: DeepSpeed would refuse it. The message says what is wrong with it.
+        ValueError: it does not parse, is not a mapping, repeats a key, or holds NaN or infinity.
     """
-    # Valid JSON needs no hjson, which would also make integers of 1.0 and 5e8.
+    # hjson is not used for valid JSON, because it converts 1.0 and 5e8 to integers.
     try:
         try:
             found = json.loads(text, object_pairs_hook=_refuse_duplicates)
@@ -79,7 +79,7 @@ def _parse_hjson(text: str) -> Any:
         raise ValueError(
             f"is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})"
         ) from None
-    except OverflowError:  # hjson makes an integer of it
+    except OverflowError:  # hjson converts 1e999 to an integer
         raise ValueError("is not valid JSON: it holds a number that is too large") from None
 
 
@@ -93,8 +93,8 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-# By other names of settings of `zero_optimization`, deprecated ones too, what DeepSpeed reads them
-# as (runtime/zero/config.py, 0.19.8). It refuses both side by side.
+# Current names of `zero_optimization` settings, by their aliases and deprecated names
+# (runtime/zero/config.py, 0.19.8). DeepSpeed refuses a setting under two names.
 _SHORT_NAMES = """
     allgather_sequential gather_16bit_weights_on_model_save max_live_parameters max_reuse_distance
     model_persistence_threshold module_granularity_threshold param_persistence_threshold
@@ -109,14 +109,14 @@ _CURRENT_NAMES = {
 
 
 def use_current_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the current names of ZeRO's settings."""
+    """Return a configuration whose ZeRO settings have their current names."""
     zero = config.get("zero_optimization")
     if not isinstance(zero, Mapping):
         return dict(config)
     found = {}
     for key, value in zero.items():
         name = _CURRENT_NAMES.get(key, key)
-        if name in zero:  # also an other name beside it, which DeepSpeed refuses
+        if name in zero:  # if both names are given, both stay, and DeepSpeed refuses them
             found[key] = value
         elif not key.startswith("cpu_offload"):
             found[name] = value
@@ -125,7 +125,7 @@ def use_current_names(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, "zero_optimization": found}
 
 
-# Sections that dsat reads.
+# Sections that dsat reads, by dotted path.
 _SECTIONS = """
     activation_checkpointing bf16 bfloat16 fp16 optimizer optimizer.params scheduler
     scheduler.params tensor_parallel torch_autocast zero_optimization
@@ -138,10 +138,10 @@ _SIZES = """
 
 
 def check_sections(config: Mapping[str, Any], *, where: str) -> None:
-    """Check the form of what dsat reads; `in_trial.config_check` checks the rest.
+    """Check the form of the sections that dsat reads; `in_trial.config_check` checks the rest.
 
-    Raises UserInputError for a section that is not a mapping, a size that is not a whole number of
-    at least 0, or an unknown stage.
+    Raises UserInputError for a section that is not a mapping, a size that is neither "auto" nor a
+    whole number of at least 0, or an unknown stage.
     """
     for path in _SECTIONS:
         value = at(config, path)
@@ -157,15 +157,15 @@ def check_sections(config: Mapping[str, Any], *, where: str) -> None:
 
 
 def check_stage(stage: Any, *, where: str) -> None:
-    """Raise UserInputError if there is no such ZeRO stage."""
+    """Raise UserInputError unless a value is a ZeRO stage."""
     if isinstance(stage, bool) or stage not in STAGES:
         raise UserInputError(f"must be 0, 1, 2 or 3, not {stage!r}", where=where)
 
 
 def whole_number(value: Any, where: str, *, least: int = 1) -> int:
-    """Return an integer of at least `least`; JSON's `5e8` is one too.
+    """Return an integer of at least `least`, also for a float such as JSON's `5e8`.
 
-    Raises UserInputError for others.
+    Raises UserInputError for any other value, or one above `LARGEST_INTEGER`.
     """
     number = int(value) if isinstance(value, float) and value.is_integer() else value
     if isinstance(number, bool) or not isinstance(number, int) or number < least:
@@ -188,7 +188,7 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
 
 
 def fill_in_auto(config: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a configuration with "auto" values from another configuration."""
+    """Return a copy of a configuration whose "auto" values are replaced by those of `passed`."""
     result = {}
     for key, value in config.items():
         other = passed.get(key)
@@ -203,8 +203,8 @@ def fill_in_sizes(zero: Mapping[str, Any], hidden_size: int | None) -> dict[str,
     """Replace "auto" sizes of `zero_optimization` as a Trainer does.
 
     Args:
-        zero: the section; other keys may stand beside its own.
-        hidden_size: of the model; nothing is replaced if it is None.
+        zero: the section, or a mapping that contains its settings among others.
+        hidden_size: the model's hidden size; None to replace nothing.
     """
     computed = BY_HIDDEN_SIZE if hidden_size else {}
     return {
@@ -233,7 +233,7 @@ def at(config: Mapping[str, Any], path: str) -> Any:
 
 
 def _check_comparable(config: Mapping[str, Any], slots: int, *, where: str) -> None:
-    """Raise UserInputError if devices cannot be divided evenly, or ZenFlow is on."""
+    """Raise UserInputError if parallel groups do not divide the devices, or ZenFlow is on."""
     shared = parallelism.of_config(config)
     if slots % shared.shared:
         raise UserInputError(
@@ -254,18 +254,18 @@ def _check_comparable(config: Mapping[str, Any], slots: int, *, where: str) -> N
 def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> BatchTriple:
     """Derive the batch sizes on a trial's devices.
 
-    As `DeepSpeedConfig._set_batch_related_parameters`.
+    As `DeepSpeedConfig._set_batch_related_parameters`; AutoTP then divides the global batch.
 
     Args:
-        config: a DeepSpeed configuration; null and "auto" count as not given.
+        config: a DeepSpeed configuration; null and "auto" count as missing.
 
     Raises:
-        UserInputError: all are missing, one is not a positive integer, or they contradict each
-            other; or devices cannot be divided evenly, or ZenFlow is on.
+        UserInputError: both global and micro batch are missing, a size is not a positive integer,
+            or they contradict each other; groups do not divide the devices; or ZenFlow is on.
     """
     _check_comparable(config, slots, where=where)
     shared = parallelism.of_config(config)
-    counted = slots // shared.sequence  # by DeepSpeed, which knows nothing of AutoTP here
+    counted = slots // shared.sequence  # DeepSpeed's count, which ignores AutoTP here
     given = {
         key: whole_number(config[key], f"{where}: {key}")
         for key in BATCH_KEYS
@@ -300,9 +300,9 @@ def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> Batch
 
 
 def did_you_mean(word: object, known: Iterable[str], likeness: float = 0.6) -> str:
-    """Suggest the most similar known word in a sentence; empty if none is similar.
+    """Return a sentence that suggests the most similar known word; empty if none is similar.
 
-    `likeness` is the least similarity, up to 1 (`difflib.SequenceMatcher.ratio`).
+    `likeness` is the minimum similarity, up to 1 (`difflib.SequenceMatcher.ratio`).
     """
     import difflib
 
@@ -310,14 +310,14 @@ def did_you_mean(word: object, known: Iterable[str], likeness: float = 0.6) -> s
     return f"Did you mean {near[0]!r}? " if near else ""
 
 
-# Names of types (`DtypeEnum` of runtime/config.py, without "torch."), by their short ones.
+# Short names of types, by long name (`DtypeEnum` of runtime/config.py, without "torch.").
 _TYPES = {"float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
 
 
 def data_types(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Return the types (fp16, bf16, fp32) of the model and of its accumulated gradients.
 
-    As `get_data_types` in runtime/engine.py. None if the script decides.
+    As `get_data_types` in runtime/engine.py, but None for "auto", and for unconfigured gradients.
     """
     flags = {name: at(config, f"{name}.enabled") for name in ("fp16", "bf16", "bfloat16")}
     model = next((name for name, enabled in flags.items() if enabled is True), None)
@@ -329,9 +329,9 @@ def data_types(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
 
 
 def least_stage(config: Mapping[str, Any]) -> int:
-    """Return the lowest ZeRO stage that DeepSpeed accepts.
+    """Return the lowest ZeRO stage, 0 or 1, that DeepSpeed accepts with the configured types.
 
-    By `DeepSpeedConfig._do_error_check` and `DeepSpeedEngine._do_optimizer_sanity_check` (0.19.8).
+    See `DeepSpeedConfig._do_error_check`, `DeepSpeedEngine._do_optimizer_sanity_check` (0.19.8).
     """
     model, accumulated = data_types(config)
     if None not in (model, accumulated) and model != accumulated:
@@ -348,7 +348,7 @@ def least_stage(config: Mapping[str, Any]) -> int:
 def prepare_for_training(
     config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return a configuration to train with: no autotuning section, and always a ZeRO section.
+    """Return a configuration for training: a ZeRO section, no autotuning, no null global batch.
 
     DeepSpeed defaults to stage 0; accelerate (1.15) requires the section.
     """
@@ -361,7 +361,7 @@ def prepare_for_training(
 
 
 def drop_batch_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without batch sizes, but with accumulation steps."""
+    """Return a configuration without batch sizes; accumulation steps stay."""
     return {key: value for key, value in config.items() if "batch_size" not in key}
 
 

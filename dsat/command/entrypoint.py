@@ -1,7 +1,7 @@
-"""The user's entrypoint: the Python program that the ranks run, and what its launcher adds.
+"""The user's entrypoint: the Python program of the ranks, and its launcher's options.
 
-dsat starts the ranks itself. Of a launcher's command it needs the program, its arguments and the
-choice of devices.
+dsat starts the ranks itself. From a launcher's command it reads the program, its arguments, and the
+choice of machines, devices and cores.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SHELL = re.compile(r"&&|\|\||[|;<>`]|\$\(|\$\{?\w")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 DEEPSPEED, TORCHRUN = "deepspeed", "torchrun"
-# Options without a value; every other option of a launcher takes one.
+# Launchers' options without a value; all their other options take one.
 DEEPSPEED_SWITCHES = """
     --no_ssh --no_ssh_check --module --no_python --no_local_rank --force_multi --elastic_training
     --bind_cores_to_rank --save_pid --quiet
@@ -46,7 +46,7 @@ _TORCHRUN_SWITCHES = frozenset(
 
 _MICRO_BATCH = BATCH_KEYS[1]
 _HF_PARSER = re.compile(r"\b(?:HfArgumentParser|TrlParser)\(([^)]*)")
-# Of transformers and of TRL (SFTConfig), or made of these.
+# Classes of transformers and TRL (`SFTConfig`), or subclasses named like them.
 _HF_ARGUMENTS = re.compile(r"\b(?!Model|Data)\w*(?:TrainingArguments|Config)\b")
 _PYTHON = re.compile(r"python(\d+(?:\.\d+)?)?")
 _JOINED_OPTIONS = re.compile(r"(-[bBdOPqsSuvx]+)([cm])")  # of python
@@ -61,27 +61,27 @@ _READS_ITS_RANK = re.compile(
 
 
 class UnknownStart(UserInputError):
-    """Only running the command shows the program that its ranks run."""
+    """An entrypoint whose program is unknown until the command runs."""
 
 
 @dataclass(frozen=True)
 class Entrypoint(Recorded):
-    """A Python program and how a launcher would start it.
+    """A Python program, and how a launcher would start it.
 
     Attributes:
         script: path relative to the model folder; empty with `module` or `trial_class`.
-        module: as after `python3 -m`.
+        module: name after `python3 -m`.
         trial_class: `module:Class` of a Determined Trial.
-        env: assignments in front of the command.
-        launcher: `DEEPSPEED` or `TORCHRUN`; empty without, or once the command was run.
-        slots: number of ranks that the command names; None if it names none.
+        env: variables that are set in front of the command, by the command, or by its launcher.
+        launcher: `DEEPSPEED` or `TORCHRUN`; empty without a launcher, or if the command was run.
+        slots: number of ranks that the command names, or started; None if it names none.
         takes_hf_flags: whether it accepts every flag of transformers' TrainingArguments.
         launch: the launcher's choice of machines, devices and cores.
-        interpreter: Python of the ranks; empty if it is dsat's own.
-        started_by: the user's command; empty for an entrypoint.
-        started_in: the command's working folder; empty if it was not run.
-        needs_command: why each trial must run the user's command again; empty if its ranks can be
-            started directly.
+        interpreter: Python of the ranks; empty for the Python that runs dsat.
+        started_by: the user's command; empty if dsat did not run it.
+        started_in: the command's working folder; empty if dsat did not run it.
+        needs_command: why each trial must run the user's command again; empty if dsat can start
+            its ranks directly.
     """
 
     script: str = ""
@@ -101,7 +101,7 @@ class Entrypoint(Recorded):
 
     @property
     def config_path(self) -> str | None:
-        """Path of the DeepSpeed configuration in the arguments; None if they name none."""
+        """Path of the DeepSpeed configuration in the arguments; None if they name no path."""
         flag = None if self.launch.config_is_word else script_args.config_flag(self.args)
         return None if flag is None else script_args.value_of(self.args, flag)
 
@@ -114,9 +114,9 @@ class Entrypoint(Recorded):
         *,
         batch_flag: str = "",
     ) -> Entrypoint:
-        """Return this program with another configuration, whose file is `path`.
+        """Return this program with a trial's configuration (in the file `path`) and switches.
 
-        `batch_flag` is a flag that also gets the micro batch.
+        `batch_flag` is a further flag that gets the micro batch; empty for none.
         """
         args = script_args.adapt_to_trial(
             self.args
@@ -156,7 +156,7 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
         entrypoint: command line or list of arguments, as in the experiment configuration.
 
     Raises:
-        UserInputError: it is empty, needs a shell, or has an unknown form.
+        UserInputError: it is empty, needs a shell, has an unknown form, or its script is missing.
     """
     words = drop_autotuning(_words(entrypoint))
     env = take_assignments(words)
@@ -175,7 +175,7 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
 
 
 def drop_autotuning(words: Sequence[str]) -> list[str]:
-    """Return a command without `--autotuning tune` of DeepSpeed's launcher, which dsat replaces."""
+    """Return a command without `--autotuning` of DeepSpeed's launcher, which dsat replaces."""
     names = [Path(word).name for word in words]
     script = next((at for at, name in enumerate(names) if name.endswith(".py")), len(words))
     options = list(words[:script])
@@ -189,7 +189,7 @@ def drop_autotuning(words: Sequence[str]) -> list[str]:
 
 
 def take_assignments(words: list[str]) -> dict[str, str]:
-    """Remove the variables in front of a command from its words, and return them."""
+    """Remove the assignments in front of a command from `words`, and return the variables."""
     env = {}
     while words and _ASSIGNMENT.match(words[0]):
         name, _, value = words.pop(0).partition("=")
@@ -198,9 +198,9 @@ def take_assignments(words: list[str]) -> dict[str, str]:
 
 
 def parses_hf_arguments(program: Entrypoint, model_dir: Path) -> bool:
-    """Return whether the script parses its arguments into TrainingArguments or a subclass.
+    """Return whether the script's source parses its arguments into TrainingArguments or a subclass.
 
-    Other parsers refuse unknown flags, as do scripts that read TrainingArguments from a file.
+    False without such arguments: scripts that read TrainingArguments from a file refuse flags.
     """
     args = program.args
     has_flags = script_args.looks_like_hf(args) or script_args.value_of(args, "--output_dir")
@@ -228,7 +228,7 @@ def starts_its_ranks(command: Sequence[str], model_dir: Path) -> bool:
 def parse_python_words(words: Sequence[str]) -> Entrypoint:
     """Parse the words after `python` into a program and options of the interpreter."""
     options, rest = split_interpreter(words)
-    # Output is never held back: -u changes nothing.
+    # Trials are always unbuffered (PYTHONUNBUFFERED), so -u changes nothing.
     return replace(_program(rest), python_options=tuple(word for word in options if word != "-u"))
 
 
@@ -290,7 +290,7 @@ def _command(words: list[str]) -> Entrypoint:
 
 
 def _is_this_python(word: str) -> bool:
-    """Return whether a word is the Python that runs dsat, in the same environment."""
+    """Return whether a word denotes the Python that runs dsat, in the same environment."""
     if os.sep in word:
         found, here = shutil.which(word), os.path.dirname(sys.executable)
         if found is None or not os.path.samefile(os.path.dirname(found), here):
@@ -319,10 +319,10 @@ def _python(words: list[str]) -> Entrypoint:
 
 
 def _determined(launcher: str, words: list[str]) -> Entrypoint:
-    """Parse what follows a launcher of Determined (determined/launch, 0.37).
+    """Parse the words after a launcher of Determined (determined/launch, 0.37).
 
-    That is `[[TORCH OPTIONS] --] (--trial MODULE:CLASS | SCRIPT...)`. Only `torch_distributed`
-    takes options of torch.
+    Their form is `[[TORCH OPTIONS] --] (--trial MODULE:CLASS | SCRIPT...)`. Only
+    `torch_distributed` takes options of torch.
     """
     if importlib.util.find_spec("determined") is None:
         raise UserInputError(

@@ -1,4 +1,4 @@
-"""The user's files: the experiment and its DeepSpeed configuration, read and checked once."""
+"""The experiment to tune: its files and DeepSpeed configuration, and a trial's hyperparameters."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class Experiment:
     """The experiment to tune.
 
     Attributes:
-        path: file of the experiment configuration, or what replaces it.
-        name: shown, and part of the run folder's name.
+        path: experiment configuration; for a command, its DeepSpeed configuration or folder.
+        name: name in output, and part of the run folder's name.
         includes: other files and folders that the script needs.
         entrypoint: command line or list of arguments, as written.
         hparams: `hyperparameters`, with plain values for Determined's `{type: const}`.
         ds_config: the DeepSpeed configuration, with the first value of every list.
-        ds_config_name: its name in errors.
-        overrides: the user's own `overwrite_deepspeed_args`, without lists.
-        choices: lists of values in both configurations, by setting.
+        ds_config_name: name of the DeepSpeed configuration in errors.
+        overrides: the user's own `overwrite_deepspeed_args`, with the first value of every list.
+        choices: lists of values in `ds_config` and `overrides`, by setting.
         arg_mappings: flags of the script that repeat a setting, by setting.
     """
 
@@ -55,14 +55,14 @@ class Experiment:
         return ds_config.merge(self.ds_config, self.overrides)
 
 
-# What the master (go-yaml 2) takes for a truth without quotes.
+# Unquoted words that the master (go-yaml 2) reads as booleans.
 _TRUTHS = {
     spelling: truth
     for truth, words in ((True, "y yes on true"), (False, "n no off false"))
     for word in words.split()
     for spelling in (word, word.capitalize(), word.upper())
 }
-# Where in an experiment's configuration the user's own overrides are.
+# Path of the user's own overrides in an experiment configuration.
 OVERRIDES = f"hyperparameters.{OVERWRITE_KEY}"
 _SLOTS = "resources.slots_per_trial"
 # Keys of an experiment configuration (Determined 0.37, experiment configuration reference).
@@ -76,10 +76,10 @@ _KEYS = (
 
 
 def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experiment:
-    """Read and check the user's files.
+    """Read and check an experiment configuration and its DeepSpeed configuration.
 
     `includes` are other files and folders that the script needs. Raises UserInputError if something
-    is missing, unreadable or contradictory.
+    is missing, unreadable or invalid.
     """
     for path in (model_dir, *includes):
         if not path.exists():
@@ -90,7 +90,7 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
         )
     data = read_mapping(config)
     where = str(config)
-    for key in data.keys() - set(_KEYS):  # a later Determined may know others
+    for key in data.keys() - set(_KEYS):  # later versions of Determined may have other keys
         if str(key).isidentifier() and (hint := did_you_mean(key, _KEYS, 0.8).strip()):
             raise UserInputError(f"there is no key {key!r}", where=where, hint=hint)
     entrypoint = data.get("entrypoint")
@@ -100,7 +100,7 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
             where=f"{where}: entrypoint",
             hint='Write, for example, "entrypoint: deepspeed train.py".',
         )
-    if isinstance(entrypoint, list):  # of which the master takes texts only
+    if isinstance(entrypoint, list):  # the master accepts text only, no numbers
         entrypoint = data["entrypoint"] = list(map(str, entrypoint))
     hparams = _hyperparameters(data, where)
     ds, ds_name = _ds_config(hparams[CONFIG_KEY], model_dir, includes, where)
@@ -140,10 +140,10 @@ def make_experiment(
     config: Path | Mapping[str, Any],
     config_name: str = "deepspeed.initialize",
 ) -> Experiment:
-    """Make an experiment of a command and a DeepSpeed configuration.
+    """Make an experiment from a command and a DeepSpeed configuration.
 
-    The configuration is a file, or its content with a name for errors. `folder` is the current
-    folder of the command, and `name` is part of the run folder's name.
+    `config` is a file, or the content that `config_name` denotes in errors. `folder` is the
+    command's working folder, and `name` is part of the run folder's name.
     """
     if isinstance(config, Path):
         path, where, content = config, str(config), ds_config.read(config)
@@ -164,14 +164,14 @@ def make_experiment(
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Read a yaml or json file that holds a mapping.
+    """Read a YAML or JSON file that holds a mapping.
 
     Raises:
-        UserInputError: it cannot be read, does not parse (with the line), or holds something else.
+        UserInputError: it cannot be read, does not parse (with the line), or is not a mapping.
     """
     try:
         text = document.read_text(path)
-        # No master and no DeepSpeed reads what JSON cannot say.
+        # Neither a master nor DeepSpeed reads values that JSON cannot hold.
         is_json = path.suffix == ".json"
         data = ds_config.parse(text) if is_json else document.copy_as_json(parse_yaml(text))
     except YAMLError as error:
@@ -190,8 +190,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML as a Determined master does: 1e-4 is a number, and `on` true, unless quoted."""
-    reader = YAML(pure=True)  # of which quoted text is a type of its own
+    """Parse YAML as a Determined master does: unquoted, 1e-4 is a number and `on` is true."""
+    reader = YAML(pure=True)  # the pure reader has a separate type for quoted text
     reader.preserve_quotes = True
     data = reader.load(text)
     document.check_size(data)
@@ -217,7 +217,7 @@ def trial_hparams(
 ) -> dict[str, Any]:
     """Return the hyperparameters of a trial, which `dsat.get_ds_config_from_hparams` applies.
 
-    `overrides` are the trial's changes, `switches` values of script switches without a flag.
+    `overrides` are the trial's DeepSpeed settings, `switches` its values of script switches.
     """
     own = hparams.get(OVERWRITE_KEY) or {}
     found = {**hparams, OVERWRITE_KEY: ds_config.merge(own, overrides)}
@@ -225,7 +225,7 @@ def trial_hparams(
 
 
 def length_of_full_run(config: Mapping[str, Any]) -> int:
-    """Return the length of a full run: `searcher.max_length`, a number or `{unit: number}`."""
+    """Return the number in `searcher.max_length` (a number, or `{unit: number}`); 1 if missing."""
     length = ds_config.at(config, "searcher.max_length")
     if isinstance(length, Mapping):
         [length] = length.values()
@@ -233,7 +233,7 @@ def length_of_full_run(config: Mapping[str, Any]) -> int:
 
 
 def length_in_units(steps: int, config: Mapping[str, Any], batch: BatchTriple) -> int:
-    """Convert a number of optimizer steps to the unit of the experiment's searcher."""
+    """Convert optimizer steps to records if the searcher counts them, otherwise to batches."""
     length = ds_config.at(config, "searcher.max_length")
     if isinstance(length, Mapping) and "records" in length:
         return steps * batch.train_batch_size
@@ -260,7 +260,7 @@ def _hyperparameters(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _constant(value: Any, where: str) -> Any:
-    """Return a value that may be written as Determined's `{type: const, val: x}`."""
+    """Return a value without Determined's `{type: const, val: x}`; refuse ranges."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind == "const":
         return value.get("val")
@@ -311,7 +311,7 @@ def _check_searcher(data: Mapping[str, Any], where: str) -> None:
 def _environment(data: Mapping[str, Any], where: str) -> dict[str, str]:
     given = ds_config.at(data, "environment.environment_variables") or []
     where = f"{where}: environment.environment_variables"
-    # By device, of which a machine has one.
+    # Variables may be listed by kind of device. A machine has one kind, so all lists count.
     parts = [part or [] for part in given.values()] if isinstance(given, Mapping) else [given]
     env = {}
     for part in parts:

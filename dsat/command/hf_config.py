@@ -1,4 +1,4 @@
-"""The transformers configuration of a model, without a script or weights."""
+"""The transformers configuration of a model that is given without a script or weights."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def find(model: str) -> Path:
     """Find the configuration file of a model.
 
     Args:
-        model: a file, a folder with a config.json, or the id of a model on the Hugging Face Hub,
-            whose config.json is taken from the local cache or downloaded.
+        model: a file, a folder with a config.json, or the id of a model on the Hugging Face Hub
+            (its config.json comes from the local cache or is downloaded).
 
     Raises:
-        UserInputError: there is none, or its memory cannot be predicted.
+        UserInputError: there is no valid configuration, or it is of a quantized model.
     """
-    path = Path(os.path.expanduser(model))  # which leaves an unknown ~user as it is
+    path = Path(os.path.expanduser(model))  # leaves an unknown ~user unchanged
     if path.is_dir():
         path /= CONFIG_FILE
         if not path.is_file():
@@ -44,7 +44,7 @@ def find(model: str) -> Path:
             where=f"{path}: quantization_config",
             hint="Remove the section to predict the model without quantization.",
         )
-    return path.absolute()  # a file of the cache is a link to one without a name
+    return path.absolute()  # not resolved: a cached file links to one named by its hash
 
 
 def type_of(path: Path) -> str:
@@ -53,7 +53,7 @@ def type_of(path: Path) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read a configuration as transformers does, with `Infinity` and duplicate keys."""
+    """Read a configuration as transformers does, which accepts `Infinity` and duplicate keys."""
     try:
         config = json.loads(document.read_text(path))
     except (ValueError, RecursionError) as error:
@@ -75,7 +75,7 @@ def _find_on_hub(model: str) -> Path:
     try:
         cached = try_to_load_from_cache(model, CONFIG_FILE)
         return Path(cached if isinstance(cached, str) else hf_hub_download(model, CONFIG_FILE))
-    except HFValidationError:  # it is a path
+    except HFValidationError:  # the text is a path, not an id
         raise missing from None
     except LocalEntryNotFoundError:
         raise UserInputError(
@@ -83,7 +83,7 @@ def _find_on_hub(model: str) -> Path:
             where=where,
             hint="Give the path of a config.json.",
         ) from None
-    except OSError as error:  # of the Hub and of the network, too
+    except OSError as error:  # includes errors of the Hub and the network
         reason = str(error).strip().partition("\n")[0]
         raise UserInputError(
             f"is no file or folder, and the Hugging Face Hub has no config.json for it: {reason}",
@@ -93,10 +93,10 @@ def _find_on_hub(model: str) -> Path:
 
 
 def ds_config(dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete the user's DeepSpeed configuration with usual values.
+    """Complete the user's DeepSpeed configuration with usual values, and drop its scheduler.
 
-    The usual values replace "auto", except in the sizes of `fill_in_sizes`. `dtype` (bf16, fp16
-    or fp32) applies unless the user's configuration enables one.
+    "auto" becomes the usual value or, without one, is dropped; the sizes of `fill_in_sizes` stay.
+    `dtype` (bf16, fp16 or fp32) applies unless the user's configuration enables one.
     """
     enabled = [name for name in _PRECISIONS if (given.get(name) or {}).get("enabled") is True]
     usual: dict[str, Any] = {
@@ -104,15 +104,15 @@ def ds_config(dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:
         **{name: {"enabled": name in (enabled or [dtype])} for name in _PRECISIONS},
     }
     total, *sizes = configs.BATCH_KEYS
-    if not isinstance(given.get(total), int):  # from which the others would follow
+    if not isinstance(given.get(total), int):  # else the global batch implies the other sizes
         usual |= dict.fromkeys(sizes, 1)
     merged = configs.merge(usual, configs.fill_in_auto(given, usual))
-    merged.pop("scheduler", None)  # which takes no memory, and must know the training's length
+    merged.pop("scheduler", None)  # needs no memory, but the training's length
     return _without_auto(merged)
 
 
 def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop "auto" values, so that DeepSpeed's defaults apply."""
+    """Drop "auto" values except those of `BY_HIDDEN_SIZE`, so that DeepSpeed's defaults apply."""
     return {
         key: _without_auto(value) if isinstance(value, Mapping) else value
         for key, value in config.items()

@@ -1,4 +1,4 @@
-"""The user's own command, with copies of its files that contain the best configuration.
+"""Rewriting of the user's command: it names copies of its files with the best configuration.
 
 Sources: accelerate 1.15 (commands/launch.py, commands/config/config_args.py), axolotl 0.19,
 LLaMA-Factory 0.9.5 (hparams/parser.py), TRL 1.16 (cli/accelerate_config.py), ms-swift 4.6
@@ -27,7 +27,7 @@ from dsat.command.switches import CHECKPOINTING, NEWER_CHECKPOINTING
 
 _, _MICRO_BATCH, _GAS = BATCH_KEYS
 _SUFFIXES = (".yaml", ".yml", ".json")
-_LARGEST_BYTES = 2**20  # what is larger is data
+_LARGEST_BYTES = 2**20  # larger files are data
 _CONFIG = "deepspeed"  # key of the DeepSpeed configuration or its path
 _OF_DEEPSPEED = {"zero_optimization", *BATCH_KEYS}
 _LAUNCHERS = (
@@ -37,11 +37,11 @@ _LAUNCHERS = (
 )
 _CONFIG_FILE, _DEEPSPEED_FILE = "--config_file", "--deepspeed_config_file"
 _GAS_FLAG = f"--{_GAS}"
-# Of accelerate's own file: what tells it from others, its section of DeepSpeed, and the key of its
-# path in a file of TRL.
+# In accelerate's own file: the key that identifies it, and its DeepSpeed section. In a file of TRL:
+# the key of that file's path.
 _OF_ACCELERATE, _SECTION, _ACCELERATE = "distributed_type", "deepspeed_config", "accelerate_config"
-# What its section must not say if it names a DeepSpeed file. The flag of zero.Init follows the
-# file's stage, as in the trials.
+# Keys that this section must not have if it names a DeepSpeed file. Without the zero.Init flag, the
+# stage in that file decides, as in the trials.
 _IN_THE_DEEPSPEED_FILE = (
     "gradient_accumulation_steps",
     "gradient_clipping",
@@ -60,10 +60,10 @@ class Form:
     """Kind of file with training arguments for a framework.
 
     Attributes:
-        marks: keys that identify the kind; all words of a mark must be present.
-        fields: keys for fields of TrainingArguments; empty if all fields keep their names.
-        opposites: by field, the key with its inverted value.
-        is_strict: whether a key that the file does not have may be an error.
+        marks: alternatives that identify the kind; each is one or more keys that must be present.
+        fields: keys by field of TrainingArguments; empty if all fields keep their names.
+        opposites: by field, the key that holds the inverted value.
+        is_strict: whether the reader of the file may refuse keys that dsat adds.
     """
 
     marks: tuple[str, ...]
@@ -82,7 +82,7 @@ class Form:
 AXOLOTL = Form(
     tuple(f"base_model {key}" for key in ("micro_batch_size", "datasets", "pretraining_dataset")),
     "micro_batch_size",
-    # Those that core/builders/base.py of axolotl reads (July 2026).
+    # Keys that core/builders/base.py of axolotl reads (July 2026).
     fields={
         "optim": "optimizer",
         "dataloader_num_workers": "dataloader_num_workers",
@@ -97,23 +97,23 @@ TRAINER = Form(
     ("per_device_train_batch_size", f"output_dir {_CONFIG}", _ACCELERATE),
     "per_device_train_batch_size",
 )
-# It recomputes activations unless it is told not to (model/model_utils/checkpointing.py).
+# LLaMA-Factory recomputes activations unless disabled (model/model_utils/checkpointing.py).
 LLAMA_FACTORY = replace(
     TRAINER,
     marks=("finetuning_type", "disable_gradient_checkpointing"),
     opposites={CHECKPOINTING: f"disable_{CHECKPOINTING}"},
 )
-# Of a script's own kind.
+# A file whose format only the script knows.
 OTHER = Form((_CONFIG,), BATCH_KEYS[1], is_strict=True)
 FORMS = (AXOLOTL, LLAMA_FACTORY, TRAINER, OTHER)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The best configuration.
+    """The best configuration, and how the script gets it.
 
     Attributes:
-        path: file of the best configuration; copies of the user's files are written beside it.
+        path: file of the best configuration; copies of the user's files belong beside it.
         switches: values of fields of TrainingArguments.
         in_arguments: whether the script's arguments name the DeepSpeed configuration.
         by_accelerate: whether accelerate passes the DeepSpeed configuration to the script.
@@ -137,7 +137,7 @@ class Answer:
 
 
 def rewrite_command(words: Sequence[str], folder: Path, answer: Answer) -> Rewriting | None:
-    """Return a command with copies of the configuration files that it names.
+    """Rewrite a command to name copies of its configuration files with the best configuration.
 
     None if no argument, file or launcher takes the DeepSpeed configuration.
     """
@@ -147,16 +147,16 @@ def rewrite_command(words: Sequence[str], folder: Path, answer: Answer) -> Rewri
 
 
 def form_of_training(words: Sequence[str], folder: Path) -> Form | None:
-    """Return the kind of the command's file that sets batch sizes; None without one."""
+    """Return the kind of the first file with training arguments in a command; None without one."""
     files = (folder / _value(word) for word in words if _is_file(word, folder))
     return next(filter(None, (_form_of(_load(file), folder) for file in files)), None)
 
 
 class Rewriting:
-    """A command that trains with the best configuration.
+    """A command that trains with the best configuration, once `rewrite` was called.
 
-    `copies` are the texts of its files by name; `takes_config` says whether an argument, a file or
-    the launcher takes the DeepSpeed configuration.
+    `copies` are the texts of the files to write, by name. `takes_config` says whether an argument,
+    a file or the launcher takes the DeepSpeed configuration.
     """
 
     def __init__(self, words: list[str], folder: Path, answer: Answer) -> None:
@@ -174,7 +174,7 @@ class Rewriting:
             self._follow_launcher()
 
     def _replace(self, position: int) -> Form | None:
-        """Replace a file's path by its copy's, and return the kind of file."""
+        """Replace a file's path by that of its copy; return its kind, None for other words."""
         word, before = self.words[position], self.words[position - 1]
         if position and before.replace("-", "_") == f"__{_ACCELERATE}":
             self.words[position] = self._accelerate_file(word)
@@ -186,7 +186,7 @@ class Rewriting:
         return None
 
     def _copy(self, path: Path) -> tuple[str, Form | None]:
-        """Copy a file with the best configuration; return the copy's path (or "") and the kind."""
+        """Copy a file with the best configuration; return the copy's path (or "") and its kind."""
         data, best = _load(path), str(self._answer.path)
         form = _form_of(data, self._folder)
         if form is not None:
@@ -212,14 +212,14 @@ class Rewriting:
         return str(self._answer.path.parent / name), form
 
     def _name_of_copy(self, path: Path) -> str:
-        """Return a file's name, numbered if another file has it."""
+        """Return a file's name, with a number if another copied file has the same name."""
         others = {name for own, name in self._names.items() if own != path}
         numbered = (f"{path.stem}-{number}{path.suffix}" for number in itertools.count(2))
         names = itertools.chain([path.name], numbered)
         return self._names.setdefault(path, next(name for name in names if name not in others))
 
     def _accelerate_file(self, named: str) -> str:
-        """Copy accelerate's configuration, named by its path or by TRL's word for it."""
+        """Copy accelerate's configuration, given by path or TRL's name; return the copy's path."""
         path = self._folder / named
         trl = None if path.is_file() else importlib.util.find_spec("trl")
         if trl is not None and trl.origin is not None:
@@ -227,7 +227,7 @@ class Rewriting:
         return (self._copy(path)[0] if path.is_file() else "") or named
 
     def _override(self, form: Form) -> None:
-        """Set flags and LLaMA-Factory's `key=value` words, which would override the file."""
+        """Change flags and LLaMA-Factory's `key=value` words that would override the file."""
         given = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in self.words]
         values = _rename_checkpointing(self._answer.values(form), given)
         values = {k: json.dumps(v) if isinstance(v, Mapping) else v for k, v in values.items()}
@@ -240,7 +240,7 @@ class Rewriting:
         ]
 
     def _follow_launcher(self) -> None:
-        """Add the configuration to the options of `accelerate launch`, unless a file has it."""
+        """Set the options of `accelerate launch`; add the configuration unless a file names it."""
         name = Path(self.words[0]).name
         begin = ("python" if name.startswith("python") else name, *self.words[1:])
         end = next((len(each) for each in _LAUNCHERS if begin[: len(each)] == each), None)
@@ -264,7 +264,7 @@ class Rewriting:
 
 
 def _rename_checkpointing(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """Rename checkpointing keys to transformers' newer names where the user has those."""
+    """Rename checkpointing keys to transformers' newer names if the user writes those."""
     if not any(name.startswith(NEWER_CHECKPOINTING) for name in given):
         return dict(values)
     return {
@@ -278,7 +278,7 @@ def _begins_script(word: str) -> bool:
 
 
 def _default_file() -> Path:
-    """Return the file that `accelerate config` writes."""
+    """Return the path of the file that `accelerate config` writes."""
     cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     home = os.environ.get("HF_HOME", os.path.join(cache, "huggingface"))
     return Path(os.path.expanduser(home)) / "accelerate" / "default_config.yaml"
@@ -319,15 +319,15 @@ def _files(text: str) -> YAML:
     """Return a reader and writer that keeps comments, quotes and the indentation of lists."""
     files = YAML()
     files.preserve_quotes = True
-    files.allow_duplicate_keys = True  # as PyYAML, with which the frameworks read it
-    files.width = 4096  # lines stay as long as they are
+    files.allow_duplicate_keys = True  # like PyYAML, which the frameworks use
+    files.width = 4096  # do not wrap long lines
     if re.search(r":[^\S\n]*(?:#.*)?\n +- ", text):
         files.indent(sequence=4, offset=2)
     return files
 
 
 def _load(path: Path) -> Any:
-    """Return the content of a file, with comments; None if it cannot be read."""
+    """Return the content of a file (YAML with its comments); None if it cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
         return json.loads(text) if path.suffix == ".json" else _files(text).load(text)

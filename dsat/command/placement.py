@@ -1,4 +1,4 @@
-"""Hostfiles, and the choice of machines, devices and cores by the options of launchers.
+"""Hostfiles, and launchers' options that choose machines, devices and cores.
 
 The rules are those of deepspeed/launcher/runner.py (0.19.8, `parse_resource_filter`).
 """
@@ -17,12 +17,12 @@ from dsat.errors import UserInputError
 from dsat.values.files import home
 
 _log = logging.getLogger(__name__)
-# Variables that choose devices, of NVIDIA's and AMD's.
+# Variables that choose NVIDIA's and AMD's devices.
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-_HOSTFILE = "/job/hostfile"  # that DeepSpeed takes by default
+_HOSTFILE = "/job/hostfile"  # DeepSpeed's default
 _WHERE = "entrypoint"
 _COUNT = re.compile("[0-9]{1,5}")
-# As `_parse_hostfile` there, which ignores what follows. A name alone stands for all its devices.
+# As `_parse_hostfile` there, which ignores the rest of a line. Unlike it, accepts a name alone.
 _MACHINE = re.compile(r"(\S+)(?:\s+slots=([0-9]{1,5})(?:\s.*)?)?")
 _EXCLUDE = ("--exclude", "-e")
 _NODES = "--num_nodes"
@@ -34,20 +34,19 @@ class Launch:
     """Machines, devices and cores that a launcher's command chooses for its ranks.
 
     Attributes:
-        hosts: names of a hostfile's machines with positions of devices (empty for all); empty
-            without a hostfile.
-        ssh_port: ssh port of these machines; None for the configured one.
+        hosts: machines of a hostfile, each with positions of its devices (empty for all); empty
+            without a hostfile of several machines.
+        ssh_port: ssh port of these machines; None for the configured port.
         master_address: address where ranks of these machines meet; empty if not named.
-        nodes: number of machines, if their names come from elsewhere.
+        nodes: number of machines, if no hostfile names them.
         takes_all: whether a rank starts on every device.
         devices, not_devices: positions of the devices to use, or not to use; all if both are empty.
         binds_cores: whether each rank is bound to a share of the processor cores.
-        core_list: cores to share; empty for all of the machine's.
+        core_list: cores to share; empty for all cores of the machine.
         passes_local_rank: whether `--local_rank=N` is added to the arguments.
-        batch_in_file: whether a file of the command sets the batch sizes; the result is a copy of
-            it.
-        config_is_word: whether the argument of the DeepSpeed configuration is no path: the script
-            looks it up, or DeepSpeed decodes it.
+        batch_in_file: whether a file of the command sets the batch sizes; the user gets a copy.
+        config_is_word: whether the argument of the DeepSpeed configuration is not a path: the
+            script looks it up, or DeepSpeed decodes it.
     """
 
     hosts: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -65,7 +64,7 @@ class Launch:
 
 
 def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
-    """Return the number of devices that DeepSpeed's launcher gets, and its other choices."""
+    """Parse options of DeepSpeed's launcher: number of ranks (None if unknown) and placement."""
     launch = Launch(
         binds_cores="--bind_cores_to_rank" in options,
         core_list=parse_cores(options.get("--bind_core_list", "")),
@@ -93,7 +92,7 @@ def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
 
 
 def read_torchrun_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
-    """Return the number of devices that torchrun gets, and its machines.
+    """Parse options of torchrun: the number of ranks (None if not a number), and the machines.
 
     Raises UserInputError if the number of machines is not fixed.
     """
@@ -114,7 +113,7 @@ def read_torchrun_options(options: Mapping[str, str]) -> tuple[int | None, Launc
 def read_exported_variables(folder: Path) -> dict[str, str]:
     """Return variables that DeepSpeed's launcher exports to the machines of a hostfile.
 
-    Ranks import modules from the folder where it is started.
+    PYTHONPATH begins with `folder`, where the launcher starts.
     """
     path = [str(folder.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = {"PYTHONPATH": os.pathsep.join(path)}
@@ -130,9 +129,9 @@ def read_exported_variables(folder: Path) -> dict[str, str]:
 
 
 def read(path: Path) -> dict[str, int | None]:
-    """Return the machines of a hostfile (`NAME slots=N`) with their devices; empty without it.
+    """Return the numbers of slots in a hostfile (`NAME slots=N`), by machine; empty without a file.
 
-    Raises UserInputError for another form, or a machine named twice.
+    A number is None if missing. Raises UserInputError for an invalid line or a repeated machine.
     """
     found: dict[str, int | None] = {}
     if not path.is_file():
@@ -156,9 +155,9 @@ def read(path: Path) -> dict[str, int | None]:
 def choose_machines(
     path: Path, machines: Mapping[str, int | None], options: Mapping[str, str]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the chosen machines with positions of devices; empty positions for all.
+    """Return the chosen machines with positions of devices; empty positions mean all devices.
 
-    Raises UserInputError for a missing machine or device, and for unequal machines.
+    Raises UserInputError for a missing machine or device, for no machine, and for unequal machines.
     """
     there = {name: tuple(range(n or 0)) for name, n in machines.items()}
     included = _filter(path, there, options, "--include", "-i")
@@ -196,9 +195,9 @@ def choose_machines(
 
 
 def read_devices(options: Mapping[str, str], *names: str) -> tuple[int, ...]:
-    """Return positions of this machine's devices from `NAME[:SLOT[,SLOT ..]]`.
+    """Return positions of this machine's devices from `NAME[:SLOT[,SLOT ..]]`; empty if none.
 
-    Raises UserInputError for another form, or for several machines.
+    Raises UserInputError for any other form, or for several machines.
     """
     for name in names:
         given = options.get(name, "")
@@ -216,7 +215,7 @@ def read_devices(options: Mapping[str, str], *names: str) -> tuple[int, ...]:
 def parse_cores(given: str) -> tuple[int, ...]:
     """Parse `--bind_core_list`: ascending numbers and ranges, such as `0,2-4`.
 
-    As `parse_range_list` of deepspeed/utils/numa.py (0.19.8). Raises UserInputError for another
+    As `parse_range_list` of deepspeed/utils/numa.py (0.19.8). Raises UserInputError for any other
     form.
     """
     found: list[int] = []
@@ -234,9 +233,9 @@ def parse_cores(given: str) -> tuple[int, ...]:
 
 
 def read_count(options: Mapping[str, str], *names: str) -> int | None:
-    """Return the first positive number among options; None without one.
+    """Return the first positive number among the values of options; None without one.
 
-    Raises UserInputError if one is not a number.
+    Raises UserInputError if a value is not a whole number.
     """
     given = [(name, options[name]) for name in names if name in options]
     for name, text in given:
@@ -259,7 +258,7 @@ def _positions(option: str, given: str) -> tuple[str, tuple[int, ...]]:
 def _filter(
     path: Path, there: Mapping[str, tuple[int, ...]], options: Mapping[str, str], *names: str
 ) -> dict[str, tuple[int, ...]]:
-    """Parse `--include` or `--exclude`: `NAME[:SLOT,..][@NAME ..]`."""
+    """Parse `--include` or `--exclude`, `NAME[:SLOT,..][@NAME ..]`, into positions by machine."""
     found: dict[str, tuple[int, ...]] = {}
     for option in names:
         for given in filter(None, options.get(option, "").split("@")):

@@ -1,6 +1,6 @@
 """The program that the ranks of a command run, from the recorded starts of its Python processes.
 
-Pure; `dsat.in_trial.start_record` records them.
+All functions are pure; `dsat.in_trial.start_record` records the starts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from dsat.errors import UserInputError
 from dsat.values.codec import Recorded
 
 _SPAWNED = "--multiprocessing-fork"
-# What DeepSpeed's launcher puts in front of each rank's arguments, and `torch.distributed.launch`.
+# Flags that DeepSpeed's launcher and `torch.distributed.launch` put before each rank's arguments.
 _LOCAL_RANK, _DASHED_LOCAL_RANK = "--local_rank", "--local-rank"
 ONE_TRAINING = (
     "Give the command of one training alone, for example: dsat tune torchrun train.py ..."
 )
 ONE_NODE = "Start it on one machine here, for example: dsat tune torchrun train.py ..."
-# Variables that launchers set for each rank anew, or that say nothing of the training.
+# Variables that launchers set for each rank, or that do not affect the training.
 _OF_A_START = frozenset(
     """
     RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK
@@ -38,8 +38,8 @@ _PREFIXES_OF_A_START = tuple(
     "SLURMD_ SRUN_ IPATH_".split()
 )
 
-_THREADS = ("OMP_NUM_THREADS", "1")  # of launchers, where the user gives no other number
-# Variables in which launchers give the number of ranks, in all and on a node.
+_THREADS = ("OMP_NUM_THREADS", "1")  # launchers set it unless the user did
+# Variables by which launchers pass the number of all ranks, and of the ranks on a node.
 _IN_ALL = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 _ON_THIS_NODE = tuple(
     "LOCAL_WORLD_SIZE LOCAL_SIZE OMPI_COMM_WORLD_LOCAL_SIZE MPI_LOCALNRANKS".split()
@@ -48,18 +48,18 @@ _ON_THIS_NODE = tuple(
 
 @dataclass(frozen=True)
 class RankStart(Recorded):
-    """Start of one process of a command that called `deepspeed.initialize`.
+    """Start of a command's process that called `deepspeed.initialize`.
 
     Attributes:
-        rank, size: by its launcher; 0 and 1 without one.
+        rank, size: its rank and the number of ranks; 0 and 1 without a launcher.
         forked: whether a Python process forked it, without starting an interpreter.
-        prefix: of its environment (`sys.prefix`).
+        prefix: `sys.prefix` of its Python environment.
         command: the interpreter with its options, the program and its arguments.
         argv: `sys.argv` of the process, or of the process that spawned it.
-        env: variables at its start, and devices that it chose later.
-        cores: that the process could use when it began.
-        config: what it passed to `deepspeed.initialize`.
-        config_problem: why `config` cannot be written as JSON.
+        env: variables at its start, and variables of devices that it chose later.
+        cores: processor cores that it could use when it began.
+        config: the configuration that it passed to `deepspeed.initialize`; None if not recorded.
+        config_problem: why `config` cannot be written as JSON; empty if it can.
     """
 
     rank: int
@@ -78,8 +78,8 @@ class RankStart(Recorded):
 
     @property
     def local_size_of_launcher(self) -> int:
-        """Number of ranks on this machine; of all ranks if unknown."""
-        is_told = str(self.size) in map(self.env.get, _IN_ALL)  # and not by the script itself
+        """Number of ranks that the launcher started on this machine; of all ranks if unknown."""
+        is_told = str(self.size) in map(self.env.get, _IN_ALL)  # else the script set the size
         if _why_made(self) or not is_told:
             return self.size
         local_sizes = [self.env[name] for name in _ON_THIS_NODE if self.env.get(name, "").isdigit()]
@@ -87,7 +87,7 @@ class RankStart(Recorded):
 
 
 def check_one_training(ranks: Sequence[RankStart]) -> None:
-    """Raise UserInputError unless the processes are one training's ranks on this machine."""
+    """Raise UserInputError unless the processes are all ranks of a single training."""
     numbers = [rank.rank for rank in ranks]
     size = ranks[0].size
     if len(set(numbers)) < len(numbers) or any(rank.size != size for rank in ranks):
@@ -111,7 +111,7 @@ def recognise_program(
     env: Mapping[str, str],
     cores: Collection[int],
 ) -> Entrypoint:
-    """Return the program that the ranks of a command run."""
+    """Return the program that a command's ranks run; raise UserInputError for several trainings."""
     check_one_training(ranks)
     first = min(ranks, key=lambda rank: rank.rank)
     needs_command = _why_only_command(first)
@@ -143,9 +143,9 @@ def recognise_program(
 
 
 def _bound_cores(ranks: Sequence[RankStart], cores: Collection[int]) -> tuple[int, ...]:
-    """Return the cores to which DeepSpeed's launcher bound the ranks, by rank.
+    """Return the cores to which DeepSpeed's launcher bound the ranks, in the order of ranks.
 
-    Empty without `--bind_cores_to_rank`.
+    Empty if the launcher bound none: ranks share cores, or a single rank may use all `cores`.
     """
     bound = [core for rank in sorted(ranks, key=lambda rank: rank.rank) for core in rank.cores]
     is_shared = len(set(bound)) < len(bound)
@@ -153,7 +153,7 @@ def _bound_cores(ranks: Sequence[RankStart], cores: Collection[int]) -> tuple[in
 
 
 def _why_only_command(first: RankStart) -> str:
-    """Return why only the command can start a rank; empty if dsat can, too."""
+    """Return why only the command can start a rank; empty if dsat can start it directly."""
     if made := _why_made(first):
         return made
     _, program = split_interpreter(first.command[1:])
@@ -172,7 +172,7 @@ def _why_made(rank: RankStart) -> str:
 
 
 def _make_seen_program(first: RankStart) -> Entrypoint:
-    """Return program and arguments of a process that only its command can start."""
+    """Return the program, as far as it is known, of a process that only its command can start."""
     _, program = split_interpreter(first.command[1:])
     if program[:1] == ["-m"]:
         return Entrypoint(module=program[1], args=tuple(program[2:]))
@@ -182,7 +182,7 @@ def _make_seen_program(first: RankStart) -> Entrypoint:
 
 
 def _difference(has: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a command sets, without its launcher's."""
+    """Return the variables that a command sets, without those of launchers and of devices."""
     return {
         name: value
         for name, value in has.items()
@@ -196,7 +196,7 @@ def _difference(has: Mapping[str, str], given: Mapping[str, str]) -> dict[str, s
 def _chosen_devices(ranks: Sequence[RankStart], given: Mapping[str, str]) -> dict[str, str]:
     """Return variables by which the command itself chooses devices.
 
-    Launchers do not count if they give each rank one device, or number devices from 0 (DeepSpeed).
+    Not those of a launcher that assigns each rank a device, or numbers devices from 0 (DeepSpeed).
     """
     numbered = ",".join(map(str, range(len(ranks)))) if "CROSS_SIZE" in ranks[0].env else None
     found = {}

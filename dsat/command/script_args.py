@@ -1,8 +1,8 @@
 """Flags of a training script that must agree with a trial's configuration.
 
-Hugging Face's `TrainingArguments` name the batch sizes a second time, and the Trainer refuses to
-run when they and the DeepSpeed configuration differ (transformers/integrations/deepspeed.py). For
-other scripts `arg_mappings` names the flags that repeat settings. Pure functions on lists of
+Hugging Face's `TrainingArguments` repeat the batch sizes, and the Trainer refuses to run if they
+differ from the DeepSpeed configuration (transformers/integrations/deepspeed.py). For other scripts,
+`arg_mappings` names the flags that repeat settings. All functions are pure and work on lists of
 arguments.
 """
 
@@ -24,7 +24,7 @@ HF_BATCH_FLAGS: Mapping[str, str] = {
 }
 # Defaults of the flags (transformers/training_args.py).
 _HF_DEFAULTS = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1}
-# Flags of TrainingArguments that repeat a DeepSpeed setting. A Trainer's script has them all.
+# Fields of TrainingArguments that repeat a DeepSpeed setting; flags of every Trainer's script.
 _HF_KNOWN = frozenset(
     """
     gradient_accumulation_steps gradient_checkpointing learning_rate max_grad_norm
@@ -33,13 +33,13 @@ _HF_KNOWN = frozenset(
 )
 
 _CONFIG_FLAG = re.compile(r"--?(?:deepspeed|ds)(?:[_-]?(?:config|cfg|json|file|path))+")
-_TRUE = frozenset("true yes t y 1".split())  # HfArgumentParser's
+_TRUE = frozenset("true yes t y 1".split())  # as HfArgumentParser
 _BOOLEANS = _TRUE | frozenset("false no f n 0".split())
 
 
 @dataclass(frozen=True)
 class _Place:
-    """One occurrence of a flag.
+    """One occurrence of a flag: its index among the arguments, and that of its value.
 
     Attributes:
         value: index of its value: that of the flag for `--flag=value`, None for a bare flag.
@@ -54,7 +54,7 @@ class _Place:
         return args[self.value].partition("=")[2] if self.value == self.flag else args[self.value]
 
     def write(self, args: list[str], value: object) -> None:
-        """Replace the value, or insert one after a bare flag."""
+        """Replace the value, or insert the value after a bare flag."""
         if self.value is None:
             args.insert(self.flag + 1, str(value))
         elif self.value == self.flag:
@@ -68,9 +68,9 @@ def rewrite(
 ) -> tuple[str, ...]:
     """Return the arguments with the flags of `mappings` set to `values`.
 
-    `--flag value`, `--flag=value` and dashes in place of underscores are understood, and every
-    occurrence of a repeated flag is changed. A flag whose value is "auto" or None stays as it is. A
-    bare switch is kept for True and removed for False.
+    `--flag value`, `--flag=value` and dashes instead of underscores are recognised. All occurrences
+    of a flag change; a flag whose new value is "auto" or None does not. A bare switch is kept for
+    True and removed for False.
 
     Args:
         mappings: the flag of each key, with its leading dashes.
@@ -106,7 +106,7 @@ def _set(args: list[str], flag: str, value: float | str, *, add: bool) -> None:
 
 
 def _switch(args: list[str], flag: str, value: bool, *, add: bool) -> None:
-    """Switch a flag on or off, in its own form or else as a bare flag."""
+    """Switch a flag on or off, in the form that the arguments use; a missing flag is added bare."""
     negative = _places(args, f"--no_{flag.lstrip('-')}")
     if value:  # argparse would let it win if it comes last
         for place in reversed(negative):
@@ -122,7 +122,7 @@ def _switch(args: list[str], flag: str, value: bool, *, add: bool) -> None:
     if value:
         _append(args, flag)
     elif looks_like_hf(args) and not negative:
-        # Classes made of TrainingArguments may have it true by default (trl's SFTConfig).
+        # In subclasses of TrainingArguments the default may be True (TRL's SFTConfig).
         _append(args, flag, str(value))
 
 
@@ -138,7 +138,7 @@ def value_of(args: Sequence[str], flag: str) -> str | None:
 
 
 def is_on(args: Sequence[str], flag: str) -> bool:
-    """Return whether a switch is given, without a word for false."""
+    """Return whether a switch is among the arguments and not set to false."""
     places = _places(args, flag, switch=True)
     return bool(places) and (places[-1].read(args) or "true").lower() in _TRUE
 
@@ -146,8 +146,8 @@ def is_on(args: Sequence[str], flag: str) -> bool:
 def config_flag(args: Sequence[str]) -> str | None:
     """Return the flag that names the DeepSpeed configuration; None if there is none.
 
-    `--deepspeed` is a switch in plain DeepSpeed scripts, and takes a file in Hugging Face's. Flags
-    of a script's own, such as `--ds_config`, must take a JSON file.
+    `--deepspeed` is a switch in plain DeepSpeed scripts, and takes a file in scripts of a Trainer.
+    Other flags, such as `--ds_config`, must take a JSON file.
     """
     if value_of(args, "--deepspeed_config"):
         return "--deepspeed_config"
@@ -165,14 +165,14 @@ def replace_config(args: Sequence[str], path: str) -> tuple[str, ...]:
 
 
 def looks_like_hf(args: Sequence[str]) -> bool:
-    """Return whether a Trainer's argument names the DeepSpeed configuration."""
+    """Return whether `--deepspeed` names a JSON file, as in scripts of a Trainer."""
     return (value_of(args, "--deepspeed") or "").endswith(".json")
 
 
 def mappings_for(args: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return the flags that follow a trial: the user's own, and those of TrainingArguments.
+    """Return the flags to set for a trial, by setting: TrainingArguments' and the user's (`given`).
 
-    The Trainer's batch size flags mean the same in scripts without a Trainer.
+    The Trainer's batch size flags have the same meaning in scripts without a Trainer.
     """
     is_hf = looks_like_hf(args)
     found = {key: flag for key, flag in HF_BATCH_FLAGS.items() if is_hf or _places(args, flag)}
@@ -187,7 +187,7 @@ def check_mappings(
 ) -> dict[str, str]:
     """Check the user's mappings, and spell each flag as in the arguments (dashes or underscores).
 
-    Raises UserInputError for a flag that is not among the arguments, and that no Trainer knows.
+    Raises UserInputError for a flag that neither the arguments nor TrainingArguments contain.
     """
     given = {_plain(flag): flag for flag in (arg.partition("=")[0] for arg in args)}
     words = {_plain(arg.partition("=")[0]): arg.partition("=")[0] for arg in args if "=" in arg}
@@ -196,7 +196,7 @@ def check_mappings(
     for setting, flag in mappings.items():
         found = given.get(_plain(flag)) or words.get(_plain(flag.lstrip("-")))
         is_known = is_trainer and _plain(flag).lstrip("_") in _HF_KNOWN
-        # A switch that is off is not there.
+        # A switch that is off is not among the arguments.
         if found is None and not is_known and setting != CHECKPOINTING:
             raise UserInputError(
                 f"maps {setting} to {flag}, which the training script does not get",
@@ -236,7 +236,7 @@ def adapt_to_trial(
         flag = given.get(name) or known_switches.flag_of(name, args, takes_hf_flags=add)
         if flag is not None:
             for each, said in known_switches.flag_values(flag, value).items():
-                known = add or each == flag  # another flag only where the parser has it
+                known = add or each == flag  # add a second flag only if the parser knows it
                 found = rewrite(found, {each: said}, {each: each}, add=known)
     return found
 
@@ -244,13 +244,13 @@ def adapt_to_trial(
 def batch_from_args(
     config: Mapping[str, Any], args: Sequence[str], given: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Replace "auto" batch sizes by values of the script's flags.
+    """Replace missing and "auto" batch sizes by values of the script's flags.
 
-    The Trainer's flags have defaults. Unknown sizes stay "auto". `given` are the user's
-    `arg_mappings`.
+    A Trainer's missing flags count with their defaults. Other sizes stay. `given` are the user's
+    `arg_mappings`. Raises UserInputError for a flag that is not a positive integer.
     """
     mappings, found = mappings_for(args, given), dict(config)
-    is_given = isinstance(config.get(BATCH_KEYS[0]), int)  # from which the others follow
+    is_given = isinstance(config.get(BATCH_KEYS[0]), int)  # the global batch implies the others
     for key, default in _HF_DEFAULTS.items():
         if config.get(key) not in (None, AUTO) or key not in mappings:
             continue
@@ -264,9 +264,9 @@ def batch_from_args(
 
 
 def _places(args: Sequence[str], flag: str, *, switch: bool = False) -> list[_Place]:
-    """Find all occurrences of a flag before `--`; a switch takes only words for true and false."""
+    """Find all occurrences of a flag before `--`; a switch's value is a word for true or false."""
     wanted, places = _plain(flag), []
-    is_word = not flag.startswith("-")  # `trainer.batch_size=4`, as Hydra takes it
+    is_word = not flag.startswith("-")  # Hydra's `trainer.batch_size=4`
     for index in range(_end(args)):
         name, equals, _ = args[index].partition("=")
         is_other = not equals if is_word else not name.startswith("-")

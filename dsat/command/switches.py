@@ -1,10 +1,9 @@
-"""Switches of a training script and its environment, beside the DeepSpeed configuration.
+"""Switches of a training script and its environment, besides the DeepSpeed configuration.
 
-A trial holds the values that differ from the script's own in `Trial.script_args`. Names are those
-of `SWITCHES`, and of the user's own switches (`--vary`): a flag of the script with its dashes,
-`ENV:NAME` for a variable, `TrainingArguments.NAME` for any other field of the Trainer's arguments.
-Values that only the installed packages and the model know are found in the rank
-(`dsat.in_trial.script_switches`).
+`Trial.script_args` holds the values that differ from the script's own. A switch is named as in
+`SWITCHES`, or as in `--vary`: a flag of the script with its dashes, `ENV:NAME` for a variable,
+`TrainingArguments.NAME` for any other field of the Trainer's arguments. Values that depend on the
+installed packages and the model are detected in the rank (`dsat.in_trial.script_switches`).
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ LIGER = "use_liger_kernel"
 WORKERS = "dataloader_num_workers"
 BIND_CORES = "bind_cores_to_rank"
 CHECKPOINTING_FLAGS = (f"--{CHECKPOINTING}", f"--{NEWER_CHECKPOINTING}")
-# Ways of gradient checkpointing.
+# Kinds of gradient checkpointing.
 EVERY_SECOND, REENTRANT, OFFLOADED = "every_2_layers", "reentrant", "offload"
-MODEL_SWITCHES = (CHECKPOINTING, ATTENTION, LIGER)  # that a simulation can set
-VARIABLE, ARGUMENT = "ENV:", "TrainingArguments."  # begin names of switches
+MODEL_SWITCHES = (CHECKPOINTING, ATTENTION, LIGER)  # a simulation can set them
+VARIABLE, ARGUMENT = "ENV:", "TrainingArguments."  # prefixes of names of switches
 _TOKENS = "tokens_per_second"
 
-# Warnings of trials that replaced what the script's code gives to a Trainer or to accelerate.
+# Warnings of trials that replaced values that the script's code passes to a framework.
 OTHER_BATCH = "the script's TrainingArguments set other batch sizes, which trials replace"
 OTHER_CONFIG = (
     "the script's own code gives the DeepSpeed configuration (to TrainingArguments or "
@@ -41,7 +40,7 @@ OTHER_PARALLELISM = "the script's own ParallelismConfig has another sp_size, whi
 OTHER_ACCUMULATION = (
     "the script's Trainer of Lightning has another accumulate_grad_batches, which trials replace"
 )
-# By these: what the verdict tells to write in the script, for a batch.
+# By warning: code that the verdict recommends for the script, with fields of a batch.
 OF_CODE = {
     OTHER_BATCH: "TrainingArguments(per_device_train_batch_size={0.micro_batch}, "
     "gradient_accumulation_steps={0.gas})",
@@ -57,16 +56,15 @@ class Switch:
     """A switch that dsat knows.
 
     Attributes:
-        values: values to try besides the script's own; empty if the rank finds them.
-        field: whether it is a field of TrainingArguments, and so a flag of scripts that parse
-            these.
+        reason: why it may be faster.
+        values: values to try besides the script's own; empty if the rank detects them.
+        field: whether it is a field of TrainingArguments, and so a flag of scripts that parse them.
         code: line that sets it in a script, with `{value}` for the value.
-        on_request: whether it needs `--search`, because it changes what is computed or seldom
-            helps.
+        on_request: whether it needs `--search`, since it changes the computation or seldom helps.
         on_device: whether it matters on accelerators only.
         offloading: whether it matters with offloading only.
         memory: whether it changes the memory of activations.
-        metric: the only metric under which its trials compare; any if empty.
+        metric: the only metric by which its trials are comparable; empty for any metric.
     """
 
     reason: str
@@ -141,10 +139,10 @@ def is_switch(name: str) -> bool:
 
 
 def is_set_by_script(name: str) -> bool:
-    """Return whether a running script can still set a switch.
+    """Return whether a switch can still be set inside a running script.
 
-    By then flags are parsed, and libraries have read most variables; NCCL and CUDA read theirs at
-    first use.
+    Flags are parsed by then, and libraries have read most variables. NCCL and CUDA read their
+    variables at first use.
     """
     if name.startswith(VARIABLE):
         return name in SWITCHES or name.startswith(f"{VARIABLE}NCCL_")
@@ -164,7 +162,7 @@ def field_of(name: str) -> str | None:
 
 
 def is_of_code(name: str, found: Mapping[str, ScriptSwitch]) -> bool:
-    """Return whether the script's code, not an argument, sets a field of TrainingArguments."""
+    """Return whether a script with TrainingArguments sets one of their fields elsewhere in code."""
     in_arguments = any(switch.in_arguments for switch in found.values())
     is_field = name in found and field_of(name) is not None
     return is_field and in_arguments and not found[name].in_arguments
@@ -173,7 +171,7 @@ def is_of_code(name: str, found: Mapping[str, ScriptSwitch]) -> bool:
 def flag_of(name: str, given: Iterable[str], *, takes_hf_flags: bool) -> str | None:
     """Return the script's flag for a switch; None if it has none.
 
-    `takes_hf_flags`: the script parses TrainingArguments, so their fields are flags.
+    `given` are its arguments. With `takes_hf_flags` every field of TrainingArguments is a flag.
     """
     if name.startswith("--"):
         return name
@@ -187,14 +185,14 @@ def flag_of(name: str, given: Iterable[str], *, takes_hf_flags: bool) -> str | N
 
 
 def flag_values(flag: str, value: Any) -> dict[str, Any]:
-    """Return the flags for a value of a switch; some kinds of checkpointing need two."""
+    """Return values by flag for a value of a switch; some kinds of checkpointing need two flags."""
     if flag in CHECKPOINTING_FLAGS and isinstance(value, str):
         return {flag: True, f"{flag}_kwargs": json.dumps(checkpointing(value))}
     return {flag: value}
 
 
 def fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of TrainingArguments, in the form of a file, for values of switches."""
+    """Convert values of switches to fields of TrainingArguments; other switches are dropped."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         field = field_of(name)
@@ -206,7 +204,7 @@ def fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def variables(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment variables that switches set, by their names without the prefix."""
+    """Return the environment variables that switches set, by name without `ENV:`."""
     return {
         name.removeprefix(VARIABLE): str(value)
         for name, value in values.items()
@@ -228,9 +226,9 @@ def instruction(name: str, value: Any, *, in_arguments: bool) -> str:
 
 
 def checkpointing(value: str) -> dict[str, Any]:
-    """Return the keyword arguments of a kind of gradient checkpointing.
+    """Return the keyword arguments for a kind of gradient checkpointing.
 
-    Raises ValueError if it is unknown.
+    Raises ValueError if the kind is unknown.
     """
     layers = re.fullmatch("every_([2-9])_layers", value)
     if layers:
@@ -246,14 +244,14 @@ def checkpointing(value: str) -> dict[str, Any]:
 def parse(text: Any) -> tuple[str, tuple[Any, ...]]:
     """Read `NAME=v1,v2`, `--flag=v1,v2`, `ENV:NAME=v1,v2` or a bare `--flag`.
 
-    Values of flags and variables stay text; those of fields are numbers and booleans where they
-    look like it. A bare flag has the values False and True.
+    Values of flags and variables stay text. Values of fields become numbers or booleans if they
+    look like them. A bare flag has the values False and True, and a field's name gets its prefix.
 
     Args:
-        text: as above, or the name and the values.
+        text: one of these forms, or a tuple of the name and the values.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: the form is invalid, or the kind of gradient checkpointing is unknown.
     """
     if isinstance(text, tuple):
         name, values = text
@@ -282,7 +280,7 @@ def parse(text: Any) -> tuple[str, tuple[Any, ...]]:
 
 
 def write(name: str, values: Any) -> str:
-    """Write a switch with one or several values, as a user would."""
+    """Write a switch with one or several values in the form of `--vary`."""
     values = values if isinstance(values, (list, tuple)) else [values]
     words = [str(v).lower() if isinstance(v, bool) else str(v) for v in values]
     return f"{name}={','.join(words)}"

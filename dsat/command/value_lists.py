@@ -18,26 +18,26 @@ from dsat.errors import UserInputError
 
 ALL_STAGES = "all"
 
-# The one section of `zero_optimization` whose fields are lists in themselves.
+# The only section of `zero_optimization` whose settings are lists themselves.
 _LISTS_BY_NATURE = frozenset({"leaf_module"})
 
 
 def split(config: Mapping[str, Any], *, where: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Split a configuration with lists of values into one without lists, and the lists.
 
-    Lists count in `zero_optimization` and for batch sizes only; elsewhere a list is one value.
-    Determined's `{"type": "categorical", "vals": [...]}` is a list too, and `"stage": "all"` (also
-    `"zero_optimization": "all"`) one of all stages. Lists inside a section of `zero_optimization`
-    expand to all combinations: `{"device": "cpu", "pin_memory": [true, false]}` is a list of two
-    sections.
+    Only lists in `zero_optimization` and of batch sizes are split; elsewhere a list is one value.
+    Determined's `{"type": "categorical", "vals": [...]}` is a list too. `"stage": "all"` (also
+    `"zero_optimization": "all"`) lists all stages. Lists inside a section of `zero_optimization`
+    expand to all combinations: `{"device": "cpu", "pin_memory": [true, false]}` becomes a list of
+    two sections.
 
     Returns:
         The configuration with the first value of each list, and the lists by setting, without
         duplicates.
 
     Raises:
-        UserInputError: a list is empty, holds an invalid value, or is not allowed there; or a
-            section has another form (`check_sections`).
+        UserInputError: a list is empty, holds an invalid value, or is not allowed there (also for
+            `train_batch_size`, and ranges); or `check_sections` refuses a section.
     """
     base = dict(config)
     listed: dict[str, list[Any]] = {}
@@ -73,7 +73,7 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 
 def _listed_values(value: Any, where: str) -> list[Any] | None:
-    """Return the values of a list in either form; None if it is a single value."""
+    """Return the values of a list in either form; None for a single value; refuse ranges."""
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind in ("int", "double", "log"):
         raise UserInputError(
@@ -89,7 +89,7 @@ def _listed_values(value: Any, where: str) -> list[Any] | None:
 
 
 def _zero_values(key: str, value: Any, where: str) -> list[Any] | None:
-    """Return the values of a setting of `zero_optimization`; None if it has a single one."""
+    """Return the values of a setting of `zero_optimization`; None for a single value."""
     if key in _LISTS_BY_NATURE:
         return None
     values = [value] if (key, value) == ("stage", ALL_STAGES) else _listed_values(value, where)

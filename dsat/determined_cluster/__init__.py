@@ -7,6 +7,6 @@
     experiment,             tuner + engine, events in,     <----  report: searcher metric, log
     context                 operations out
 
-`submit`, `client` and `upload` run on your machine; `runner` and its imports in the search runner's
-container, whose image needs Determined, numpy and yaml only. Both talk to the master by `master`.
+`submit`, `client` and `upload` run on your machine. `runner` and its imports run in the search
+runner's container, whose image needs only Determined. Both send requests through `master`.
 """

@@ -1,4 +1,4 @@
-"""Login to a master from your machine, and the lines and end of a search."""
+"""Login to a master from your machine, and following a search to its end."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from dsat.errors import UserInputError
 FIRST_WITHOUT = (0, 38)
 LOCAL = "With --engine local dsat tunes on this machine's own accelerators."
 _INTERVAL_S = 2.0
-_LATE = 2  # further requests after the end: the last lines may come later
+_LATE = 2  # further requests after the end, since the last lines may arrive late
 
 
 def check_installed(master: str) -> None:
-    """Raise UserInputError unless determined is installed with custom searches."""
+    """Raise UserInputError unless a version of determined with custom searches is installed."""
     if importlib.util.find_spec("determined") is None:
         problem = "determined is not installed, and tuning on a cluster needs it"
     elif importlib.util.find_spec("determined.searcher") is None:
@@ -67,10 +67,10 @@ def connect(address: str, say: Callable[[str], None]) -> Master:
 def follow(
     master: Master, experiment_id: int, say: Callable[[str], None]
 ) -> tuple[str, dict[str, Any]]:
-    """Print the search runner's lines until its end.
+    """Pass the search runner's lines to `say` until the runner ends.
 
     Returns:
-        Its state (one of `OVER`) and its result, see `result.to_json`; empty if it printed none.
+        The runner's state (one of `OVER`), and its result (see `result.to_json`), empty if none.
     """
     shown, state, late = 0, "", 0
     while True:
@@ -80,7 +80,7 @@ def follow(
         if state != before and state not in ("ACTIVE", *OVER):
             say(f"experiment {experiment_id} is {describe_state(state)}")
         for line in lines[shown:]:
-            # This process says so itself when the master is unreachable.
+            # This process reports an unreachable master itself.
             if not line.startswith((RESULT_MARK, UNREACHABLE, ANSWERS_AGAIN)):
                 say(line)
         shown = max(shown, len(lines))
@@ -92,7 +92,7 @@ def follow(
 
 
 def end_search_of(master: Master, runner_id: int) -> int | None:
-    """End a running search whose runner is gone; return its experiment, None if it has ended."""
+    """End the trials' experiment of a runner that is gone; return its id, None if none runs."""
     with explain_errors(master.address):
         found = master.find(search_tag(runner_id))
         state = "DELETED" if found is None else state_name(found.state)
@@ -115,7 +115,7 @@ def _runner_lines(master: Master, experiment_id: int) -> list[str]:
 
 @contextlib.contextmanager
 def explain_errors(master: str) -> Iterator[None]:
-    """Raise determined's errors as one line for the user."""
+    """Convert determined's errors, and errors of the connection, to UserInputError."""
     from determined.common.api import errors
 
     try:

@@ -1,6 +1,6 @@
-"""Trials on the cluster: the operations that run them, and what the master's events say of them.
+"""Trials on the cluster: operations that start and end them, and outcomes from the master's events.
 
-The caller passes the master's events in, and posts the operations. This module asks the master only
+The caller passes the master's events, and posts the operations. The only request to the master is
 for the log of a trial.
 """
 
@@ -22,7 +22,7 @@ from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial
 
-# An instruction to the master, as its JSON: one of these keys, and its arguments.
+# An instruction to the master in its JSON form: one of these keys, with arguments.
 Operation = dict[str, Any]
 CREATE, VALIDATE, CLOSE, SHUTDOWN = "createTrial", "trialOperation", "closeTrial", "shutDown"
 # Events about trials that may have ended.
@@ -31,11 +31,11 @@ _BY_USER = ("EXITED_REASON_USER_CANCELED", "EXITED_REASON_USER_REQUESTED_STOP")
 
 
 class ClusterEngine:
-    """Runs trials by operations of a custom searcher.
+    """Engine that makes a custom searcher's operations, and outcomes from the master's events.
 
     Args:
-        runner_id: experiment of the search runner; request ids derive from it and the seed.
-        read_log: returns the log of a trial, by its number in the search.
+        runner_id: experiment of the search runner; part of the trials' request ids.
+        read_log: function that returns the log of a trial, given by its number in the search.
     """
 
     def __init__(self, job: Job, runner_id: int, read_log: Callable[[int], Sequence[str]]) -> None:
@@ -44,14 +44,14 @@ class ClusterEngine:
         self._read_log = read_log
         self._running: dict[int, float] = {}  # launch times
         self._trial_by_request: dict[str, int] = {}
-        self._device_name = ""  # of the first trial that told it
+        self._device_name = ""  # of the first trial that reported its device
 
     @property
     def free_slots(self) -> int:
         return self._job.num_slots - len(self._running) * self._job.plan.slots_per_trial
 
     def launch(self, trial: Trial) -> list[Operation]:
-        """Return the operations that start a trial; devices are free."""
+        """Return the operations that start a trial; the caller has checked `free_slots`."""
         self.adopt(trial)
         meter = MeterSpec.build(trial, self._job.trial, slots=self._job.plan.slots_per_trial)
         hparams = {
@@ -62,7 +62,7 @@ class ClusterEngine:
                 meter, trial.id, self._runner_id
             ),
         }
-        # More than the trial needs, as it ends by itself.
+        # Longer than the trial needs: the trial ends by itself.
         length = length_in_units(meter.longest, self._job.config, trial.batch)
         request = {"requestId": self._request_id(trial.id)}
         return [
@@ -71,7 +71,7 @@ class ClusterEngine:
         ]
 
     def adopt(self, trial: Trial, outcome: Outcome | None = None) -> None:
-        """Register a trial, perhaps of an earlier process."""
+        """Register a trial as running, or as ended if it has an outcome from an earlier process."""
         self._trial_by_request[self._request_id(trial.id)] = trial.id
         if outcome is None:
             self._running[trial.id] = time.monotonic()
@@ -79,7 +79,7 @@ class ClusterEngine:
             self._comparable(outcome)
 
     def end(self, event: Mapping[str, Any]) -> tuple[int, Outcome, list[Operation]] | None:
-        """Return the trial that an event ends, its outcome, and what to answer; None without."""
+        """Return the trial that an event ends, its outcome and the operations to post, or None."""
         kind = next((each for each in (COMPLETED, EXITED, CLOSED) if event.get(each)), None)
         if kind is None:
             return None
@@ -88,7 +88,7 @@ class ClusterEngine:
         if trial_id not in self._running:
             return None
         operations: list[Operation] = []
-        if kind == COMPLETED:  # it would go on
+        if kind == COMPLETED:  # the trial would continue
             outcome = trial_result.from_metric(data["metric"])
             operations = [{CLOSE: {"requestId": data["requestId"]}}]
         elif kind == EXITED and data["exitedReason"] in _BY_USER:
@@ -107,7 +107,7 @@ class ClusterEngine:
         return str(uuid.uuid5(uuid.NAMESPACE_URL, key))
 
     def _comparable(self, outcome: Outcome) -> Outcome:
-        """Return an outcome, INVALID if it is from another kind of device than the first."""
+        """Return an outcome, or INVALID if it comes from another kind of device than the first."""
         device, first = outcome.device_name, self._device_name or outcome.device_name
         self._device_name = first
         if device in ("", first):

@@ -1,9 +1,9 @@
-"""Job of the search runner, and the experiment configurations on both sides of it.
+"""Job of the search runner, and the configurations of its experiment and of those that it creates.
 
-The job is a file of the context, readable by all who see the experiment. Possible secrets of your
-configuration (environment variables, credentials of the registry and the storage) are not in it:
-they stay in the configuration of the runner's experiment itself, below `data` if changes for the
-runner alone replace them.
+The job is a file of the context. Everyone who sees the experiment can read it. Therefore it lacks
+possible secrets of your configuration (environment variables, credentials of the registry and the
+storage, `data`, `integrations`). They stay in the configuration of the runner's experiment, below
+`data` if changes for the runner alone replace them.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ JOB_FILE = "dsat_job.json"
 MODEL_FOLDER = "model"
 PACKAGE_FOLDER = "dsat"
 LABEL = "dsat"
-RUNNER_NAME = "(DSAT) "  # before the user's own
+RUNNER_NAME = "(DSAT) "  # prefix of the user's own name
 RUNNER_MODULE = "dsat.determined_cluster.runner"
-SAID = "[dsat] "  # in front of each line of the runner that is for the person who waits
-RUNNER_LENGTH = 100  # its progress is in percent
+SAID = "[dsat] "  # prefix of each line that the runner logs for the user
+RUNNER_LENGTH = 100  # the runner's progress is in percent
 VARIED = "_dsat"  # key of the hyperparameters that vary
 
 _ENVIRONMENT_SECRETS = ("environment_variables", "registry_auth")
 _STORAGE = "checkpoint_storage"
 _DATA = "data"
 _SECRETS = (_STORAGE, _DATA, "integrations")
-_TRIALS_SECRETS = "dsat_trials"  # key of the runner's `data`: those that it does not have itself
-# Keys of a training experiment, without a meaning for the search runner.
+_TRIALS_SECRETS = "dsat_trials"  # key in the runner's `data`: the trials' secrets, if they differ
+# Keys of a training experiment that have no meaning for the search runner.
 _OF_TRAINING = (
     "checkpoint_policy min_checkpoint_period min_validation_period optimizations "
     "perform_initial_validation profiling records_per_epoch scheduling_unit"
@@ -52,7 +52,7 @@ class Job(Recorded):
 
     Attributes:
         config: the user's experiment configuration without possible secrets.
-        max_slots: that trials may use at once, if limited.
+        max_slots: limit on the devices that trials use at the same time; None for no limit.
     """
 
     plan: Plan
@@ -66,7 +66,7 @@ class Job(Recorded):
 
     @property
     def num_slots(self) -> int:
-        """Devices that trials may use at the same time."""
+        """Number of devices that trials may use at the same time."""
         slots = self.max_concurrent_trials * self.plan.slots_per_trial
         return slots if self.max_slots is None else min(slots, self.max_slots)
 
@@ -76,7 +76,7 @@ class Job(Recorded):
 
 
 def remove_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without its secrets, for the job file."""
+    """Return a configuration without sections that may hold secrets, for the job file."""
     found = {key: value for key, value in config.items() if key not in _SECRETS}
     storage = config.get(_STORAGE)
     if isinstance(storage, Mapping):
@@ -90,9 +90,9 @@ def remove_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore_secrets(config: Mapping[str, Any], runner: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's configuration, completed from that of the runner's own experiment."""
+    """Return the user's configuration with its secrets from the runner's experiment."""
     kept = (runner.get(_DATA) or {}).get(_TRIALS_SECRETS)
-    # The user's own wins: of the storage the runner saves more.
+    # The user's values win: in `checkpoint_storage` the runner's keep more checkpoints.
     return ds_config.merge(_secrets_of(runner) if kept is None else kept, config)
 
 
@@ -108,11 +108,11 @@ def _secrets_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def runner_config(
     user: Experiment, plan: Plan, *, max_restarts: int, changes: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the `single` experiment of the search runner, with the user's changes."""
+    """Return the configuration of the search runner's `single` experiment, with `changes`."""
     config = {key: value for key, value in user.config.items() if key not in _OF_TRAINING}
     storage = config.get(_STORAGE)
     if isinstance(storage, Mapping) and storage.get("save_trial_latest") == 0:
-        config[_STORAGE] = {**storage, "save_trial_latest": 1}  # it is the result
+        config[_STORAGE] = {**storage, "save_trial_latest": 1}  # the last checkpoint is the result
     resources = dict(config.get("resources") or {})
     for key in ("max_slots", "shm_size"):
         resources.pop(key, None)
@@ -127,7 +127,7 @@ def runner_config(
             "smaller_is_better": plan.objective.smaller_is_better,
             "max_length": {"batches": RUNNER_LENGTH},
         },
-        # Only to be seen in the web UI.
+        # For display in the web UI only.
         hyperparameters={
             "method": plan.method,
             "metric": plan.metric,
@@ -145,22 +145,22 @@ def runner_config(
 
 
 def describe_state(state: str) -> str:
-    """Return a master's name for an experiment's state as text."""
+    """Return text for an experiment's state, given by its name in the master."""
     return state.lower().replace("_", " ")
 
 
 def search_tag(runner_id: int) -> str:
-    """Return the begin of the description of the trials' experiment."""
+    """Return the first words of the description of the trials' experiment."""
     return f"(#{runner_id}) generated"
 
 
 def full_run_tag(runner_id: int) -> str:
-    """Return the begin of the description of the full-length run."""
+    """Return the first words of the description of the full-length run's experiment."""
     return f"(#{runner_id}) best of the search"
 
 
 def custom_config(job: Job, runner_id: int, runner: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the `custom` experiment; its secrets are the runner's."""
+    """Return the configuration of the trials' `custom` experiment; `runner` has its secrets."""
     config = _user_config(job, search_tag(runner_id), runner)
     config["labels"] = _labels(config, job.info["name"])
     if job.max_slots is not None:
@@ -175,7 +175,7 @@ def custom_config(job: Job, runner_id: int, runner: Mapping[str, Any]) -> dict[s
         ds_config.DSAT_MODE_KEY: True,
         VARIED: _varied_ranges(job.plan),
     }
-    # A trial that ran out of memory would only do so again.
+    # A restarted trial would run out of memory again.
     config.setdefault("max_restarts", 0)
     return config
 
@@ -183,7 +183,7 @@ def custom_config(job: Job, runner_id: int, runner: Mapping[str, Any]) -> dict[s
 def full_run_config(
     job: Job, runner_id: int, runner: Mapping[str, Any], best: Trial
 ) -> dict[str, Any]:
-    """Return the user's own experiment with the configuration of the best trial."""
+    """Return the configuration of the user's experiment with the best trial's settings."""
     config = _user_config(job, full_run_tag(runner_id), runner)
     hparams = trial_hparams(job.hparams, best.overrides, best.script_args)
     config["hyperparameters"] = _as_constants(hparams)
@@ -191,14 +191,14 @@ def full_run_config(
 
 
 def _labels(config: Mapping[str, Any], name: str) -> list[str]:
-    """Return labels by which the web UI finds both experiments of a search."""
+    """Return labels by which the web UI finds the experiments of a search."""
     return list(dict.fromkeys([*(config.get("labels") or []), LABEL, name]))
 
 
 def _as_constants(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters with mappings of dsat and DeepSpeed as constants.
+    """Return hyperparameters in which mappings of dsat and DeepSpeed are constants.
 
-    The master would take sections with a `type` (optimizer, scheduler) for ranges.
+    Otherwise the master would read sections with a `type` (optimizer, scheduler) as ranges.
     """
     sections = (ds_config.CONFIG_KEY, ds_config.OVERWRITE_KEY, ds_config.DSAT_SWITCHES_KEY)
     return {
@@ -219,9 +219,9 @@ def _user_config(job: Job, tag: str, runner: Mapping[str, Any]) -> dict[str, Any
 
 
 def _varied_ranges(plan: Plan) -> dict[str, Any]:
-    """Return types and ranges of what varies among trials, for the web UI's plots.
+    """Return the ranges of the values that vary among trials, for the web UI's plots.
 
-    The plots omit constants, and a nested configuration counts as one.
+    The plots omit constants, and treat a nested configuration as a constant.
     """
     space = make_space(plan)
     strategies = {of_config(plan.base_config), *space.strategies, *rungs(plan)}
@@ -233,14 +233,14 @@ def _varied_ranges(plan: Plan) -> dict[str, Any]:
         "strategy": _categorical({strategy.name for strategy in strategies}),
         "stage": _categorical({strategy.stage for strategy in strategies}),
         "micro_batch": _integer(sizes),
-        "gradient_accumulation": _integer(  # the smallest micro batch has the most
+        "gradient_accumulation": _integer(  # the smallest micro batch has the most steps
             {1, plan.own_batch.gas, *(space.batch(min(sizes), each).gas for each in settings)}
         ),
     }
 
 
 def varied_values(trial: Trial) -> dict[str, Any]:
-    """Return a trial's values of what varies among trials, for the web UI's plots."""
+    """Return a trial's values of the hyperparameters in `_varied_ranges`."""
     return {
         "strategy": trial.strategy,
         "stage": trial.stage,

@@ -1,7 +1,7 @@
 """Requests to a Determined master, from your machine and from the search runner's container.
 
-They go through determined's client, which is imported where it is needed: only tuning on a cluster
-needs it to be installed.
+Requests go through determined's client. It is imported in functions, because only tuning on a
+cluster requires it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dsat.in_trial.cluster_rank import LOG_MARK
 OVER = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
 _LOG_LINES = 400
 _MARKS = "[dsat-"
-_LATE_LOGS_S = (0.5, 1.0, 2.0)  # the last lines may come after the end of the trial
+_LATE_LOGS_S = (0.5, 1.0, 2.0)  # the last lines may arrive after the end of the trial
 UNREACHABLE, ANSWERS_AGAIN = "the master does not answer", "the master answers again"
 _AWAY_LIMIT_S, _ERROR_LIMIT_S = 1800.0, 120.0
 _LONGEST_PAUSE_S = 30.0
 _INTERNAL_ERROR = 500
-_GATEWAY = (502, 503, 504)  # whose answers are pages of a proxy
+_GATEWAY = (502, 503, 504)  # with these, a proxy answers with a page
 _OBJECT = re.compile(r"<[\w.]+ object at 0x[0-9a-f]+>:?\s*")
 T = TypeVar("T")
 
@@ -65,15 +65,15 @@ class Master:
         return f"{self.address}/det/experiments/{experiment_id}"
 
     def version(self) -> tuple[int, int] | None:
-        """Return the master's version; None if it does not say."""
+        """Return the master's major and minor version; None if unknown."""
         text = str(self.session.get("/api/v1/master").json().get("version", ""))
         found = re.match(r"v?(\d+)\.(\d+)", text)
         return None if found is None else (int(found[1]), int(found[2]))
 
     def ask(self, request: Callable[[], T]) -> T:
-        """Return a request's answer; wait for an unreachable master, see `retry_limit_s`.
+        """Return a request's answer; repeat the request after an error, up to `retry_limit_s`.
 
-        The request must be harmless if made twice.
+        The request must be harmless if it is repeated.
         """
         waited_s: dict[str, float] = {}  # by problem
         pause_s = 1.0
@@ -96,8 +96,8 @@ class Master:
     def create(self, config: Mapping[str, Any], folder: Path, includes: Sequence[Path] = ()) -> int:
         """Create an experiment; return its id.
 
-        The configuration is passed as JSON, because the master's YAML differs (a text `no` must be
-        quoted).
+        The configuration is passed as JSON, because the master's YAML differs from Python's: it
+        reads an unquoted `no` as a boolean.
         """
         with silence_determined(), tempfile.TemporaryDirectory() as above:
             path = Path(above) / "experiment.json"
@@ -106,7 +106,7 @@ class Master:
         return int(made.id)
 
     def find(self, tag: str) -> Any:
-        """Return the experiment whose description begins with a tag; None without."""
+        """Return the experiment whose description begins with a tag; None if there is none."""
         from determined.common.api import read_paginated
 
         def page(offset: int) -> Any:
@@ -125,10 +125,10 @@ class Master:
     def find_or_create(
         self, tag: str, config: Mapping[str, Any], model_dir: Path, includes: Sequence[Path]
     ) -> int:
-        """Return the experiment whose description begins with a tag; create it if missing.
+        """Find the experiment whose description begins with a tag, or create it; return its id.
 
-        Neither a runner that died before saving the id, nor a dropped connection, must create a
-        second one.
+        This avoids a second experiment if a runner died before it saved the id, or if a connection
+        dropped.
         """
 
         def attempt() -> int:
@@ -138,11 +138,11 @@ class Master:
         return self.ask(attempt)
 
     def state(self, experiment_id: int) -> str:
-        """Return `ACTIVE`, `PAUSED`, `STOPPING_CANCELED` and so on."""
+        """Return an experiment's state: `ACTIVE`, `PAUSED`, `STOPPING_CANCELED` and so on."""
         return self.ask(lambda: self.state_now(experiment_id))
 
     def state_now(self, experiment_id: int) -> str:
-        """Return the state, or raise at once if the master cannot be reached."""
+        """Return an experiment's state by a single request, without retries."""
         return state_name(self._experiment(experiment_id).state)
 
     def submitted_config(self, experiment_id: int) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class Master:
         return base64.b64decode(answer.file or "").decode()
 
     def newest_checkpoint(self, experiment_id: int) -> str | None:
-        """Return the UUID of an experiment's newest checkpoint; None without."""
+        """Return the UUID of an experiment's latest completed checkpoint; None if there is none."""
         answer = self.ask(
             lambda: self._api.get_GetExperimentCheckpoints(
                 self.session,
@@ -178,14 +178,14 @@ class Master:
         return self._api.get_GetExperiment(self.session, experimentId=experiment_id).experiment
 
     def kill(self, experiment_id: int) -> None:
-        """End an experiment, if it exists."""
+        """Kill an experiment, if it exists."""
         from determined.common.api import errors
 
         with contextlib.suppress(errors.NotFoundException):
             self.ask(lambda: self._api.post_KillExperiment(self.session, id=experiment_id))
 
     def cancel(self, experiment_id: int) -> None:
-        """Cancel an experiment; its processes may finish."""
+        """Cancel an experiment; unlike after `kill`, its processes may end by themselves."""
         self.ask(lambda: self._api.post_CancelExperiment(self.session, id=experiment_id))
 
     def describe(self, experiment_id: int, text: str) -> None:
@@ -196,9 +196,9 @@ class Master:
 
 
 def read_trial_log(master: Master, experiment_id: int, trial_id: int) -> Sequence[str]:
-    """Return dsat's lines, which may be far above the end, and the last lines of a trial's log.
+    """Return dsat's lines in a trial's log, then its last `_LOG_LINES`; empty for no such trial.
 
-    The trial is named by its number in the search.
+    `trial_id` is the trial's number in the search.
     """
     trials = master.trials(experiment_id)
     trial: Any = next((each for each in trials if _id_in_search(each) == trial_id), None)
@@ -223,13 +223,13 @@ def state_name(state: Any) -> str:
 
 
 def is_ending(state: str) -> bool:
-    """Return whether an experiment has ended, or is about to."""
+    """Return whether an experiment in this state has ended or is stopping."""
     return state in OVER or state.startswith("STOPPING_")
 
 
 @contextlib.contextmanager
 def silence_determined() -> Iterator[None]:
-    """Hide determined's progress bar and the warnings about its own code."""
+    """Hide standard output, such as determined's progress bar, and warnings about its code."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -237,19 +237,19 @@ def silence_determined() -> Iterator[None]:
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Return whether an error means that the master cannot be reached, not that it refuses."""
+    """Return whether an error means that the master is unreachable, not that it refuses."""
     from determined.common.api import errors
 
     if isinstance(error, errors.APIException):
         return int(error.status_code) in range(502, 600)
     refused = (errors.ForbiddenException, errors.UnauthenticatedException)
-    away = (errors.BadRequestException, OSError)  # requests' own exceptions are such
+    away = (errors.BadRequestException, OSError)  # exceptions of requests are OSErrors
     return isinstance(error, away) and not isinstance(error, refused)
 
 
 def retry_limit_s(error: BaseException) -> float:
     """Return for how long to repeat a request after an error: 0 if the master refuses it."""
-    if _is_internal(error):  # of a moment (a database that restarts), or a lack of slots
+    if _is_internal(error):  # either transient (the database restarts), or a lack of slots
         return _ERROR_LIMIT_S
     return _AWAY_LIMIT_S if is_unreachable(error) else 0.0
 
@@ -259,7 +259,7 @@ def _is_internal(error: BaseException) -> bool:
 
 
 def describe_failure(error: BaseException) -> str:
-    """Return what is wrong with the master."""
+    """Return whether the master does not answer, fails or refuses, as text."""
     if is_unreachable(error):
         return UNREACHABLE
     return "the master answers with an error" if _is_internal(error) else "the master refuses"
@@ -274,7 +274,7 @@ def describe_error(error: BaseException) -> str:
     """Return the reason of a failed request, without the repr of library objects."""
     link, seen = error, {id(error)}
     while True:
-        # urllib3 keeps what it met as `reason`, requests as its first argument.
+        # urllib3 keeps the cause as `reason`, requests as the first argument.
         below = getattr(link, "reason", None) or next(iter(link.args), None)
         below = below if isinstance(below, BaseException) else link.__cause__ or link.__context__
         if not isinstance(below, BaseException) or id(below) in seen:

@@ -1,7 +1,7 @@
-"""Result of a search, as the runner leaves it: in its log, its description and its metrics.
+"""Result of a search in the runner's log, in its experiment's description and in its metrics.
 
-The log is the only way to the client that needs no access to the cluster's storage. Its lines may
-not be long, so the result is compressed and split.
+Without access to the cluster's storage, a client can get the result only from the log. Lines of
+the log must be short, so the result is compressed and split.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from dsat.show.view import RunView
 from dsat.values.text import hide_secrets_in_values, printable
 
 RESULT_MARK = "[dsat-result] "
-FAILED_METRIC = "search_failed"  # 1 or 0, beside the best value, in what the web UI summarises
+FAILED_METRIC = "search_failed"  # 1 or 0, in the metrics that the web UI shows
 _LONGEST_PART = 3000
 _LONGEST_DESCRIPTION = 250
 
 
 def to_json(view: RunView, *, over: bool) -> dict[str, Any]:
-    """Return the result as `--json` prints it, without secrets."""
+    """Return the result as `--json` prints it, without secrets; `over`: the search has ended."""
     found = view.to_json(Path())
-    del found["run_dir"]  # it ends with the container
+    del found["run_dir"]  # the folder vanishes with the container
     shown: dict[str, Any] = hide_secrets_in_values({**found, "over": over})
     return shown
 
 
 def events_to_json(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the events of a run for the log: without secrets, and without the plan.
+    """Return the events of a run for the log, without secrets and without the plan.
 
-    The plan has the user's configuration. `restore_events` takes it from the job.
+    The plan holds the user's configuration. `restore_events` adds it from the job.
     """
     found: list[dict[str, Any]] = [dict(each) for each in events if each["event"] in VALUES_OF]
     for each in found:
@@ -48,7 +48,7 @@ def events_to_json(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def restore_events(events: Sequence[Mapping[str, Any]], job: Job) -> list[dict[str, Any]]:
-    """Return the events of a journal; the inverse of `events_to_json`."""
+    """Add the job's plan to events in a log; otherwise the inverse of `events_to_json`."""
     plan = {"plan": job.plan.to_json()}
     return [{**each, **plan} if each["event"] == EVENT_START else {**each} for each in events]
 
@@ -62,7 +62,7 @@ def to_lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def from_lines(lines: Iterable[str]) -> dict[str, Any]:
-    """Return the last complete result in a log; empty without."""
+    """Return the last complete result in a log; empty if there is none."""
     parts: list[str] = []
     result: dict[str, Any] = {}
     for line in lines:
@@ -87,7 +87,7 @@ def _unpack(text: str) -> dict[str, Any] | None:
 
 
 def text_lines(view: RunView) -> list[str]:
-    """Return the verdict and the best configuration; without one, the last error too."""
+    """Return the verdict and the best configuration, or the last error and the verdict."""
     if view.best is None:
         details = [each.outcome.detail for each in view.ended if each.outcome]
         last = next(filter(None, reversed(details)), "")
@@ -97,7 +97,7 @@ def text_lines(view: RunView) -> list[str]:
 
 
 def description(own: str, view: RunView, reason: str | None, *, canceled: bool = False) -> str:
-    """Return the runner's description at its end.
+    """Return the description of the runner's experiment at its end, after `own`, the user's.
 
     `reason` says why the search ended; None if it was canceled or ended from outside.
     """
@@ -112,6 +112,6 @@ def description(own: str, view: RunView, reason: str | None, *, canceled: bool =
 
 
 def metrics(view: RunView, *, failed: bool) -> dict[str, Any]:
-    """Return the last validation metrics of the runner's trial."""
+    """Return the final validation metrics of the runner's trial: failure and best value."""
     found = {FAILED_METRIC: int(failed)}
     return found if view.best_value is None else {**found, view.plan.metric: view.best_value}

@@ -1,12 +1,12 @@
-"""Search runner: what the `single` experiment runs on the cluster, on no slot.
+"""Search runner: the program of the `single` experiment on the cluster, which uses no slot.
 
     python3 -m dsat.determined_cluster.runner dsat_job.json
 
 It creates the `custom` experiment and answers its events until the search is over. The decisions of
-`search` are saved as a checkpoint before they are posted; `search` explains why nothing is lost or
-done twice, whenever this process dies. The loop is not determined's `RemoteSearchRunner`: its state
-holds a pickle of the last operations, which it would post again for another event after a restart;
-it ends at the first request that fails; and it cannot read that a user canceled a trial.
+`search` are saved as a checkpoint before they are posted. `search` explains why nothing is lost or
+done twice if this process dies. determined's `RemoteSearchRunner` is not used: it pickles the last
+operations and would post them again for another event after a restart; it ends at the first failed
+request; and it cannot read that a user canceled a trial.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ _WITHOUT_PROGRESS = ("initialOperations", "trialCreated")
 
 
 class Preempted(Exception):
-    """Pause or cancellation of the runner's own experiment."""
+    """The runner's experiment is paused or canceled, or has to move."""
 
 
 class Runner:
-    """Search of one experiment, driven by the events of the master.
+    """Runner of one search, driven by the master's events.
 
     Args:
-        runner_id, folder: the runner's own experiment, and its context.
-        operation: the runner's own, by which its experiment shows progress.
+        runner_id, folder: the runner's own experiment, and the folder with its files.
+        operation: searcher operation of the runner's experiment, which shows progress.
     """
 
     def __init__(self, job: Job, runner_id: int, folder: Path, context: Any, operation: Any):
@@ -128,9 +128,9 @@ class Runner:
         return answer.searcherEvents or []
 
     def _next_events(self) -> Sequence[Any]:
-        """Return the answer to a long poll.
+        """Return the events that a long poll brings.
 
-        Raises Preempted on pause and cancellation, without waiting for it.
+        Raises Preempted on pause and cancellation, without waiting for the events.
         """
 
         def check() -> None:
@@ -161,7 +161,7 @@ class Runner:
             closes = any(CLOSE in operation for operation in operations)
             if closes and "could not be found" in str(error):
                 return  # the trial ended by itself before it could be closed
-            # The master may have accepted it, now or at the first attempt.
+            # An event that the master no longer sends was answered, by this or an earlier attempt.
             if any(each.id == event.id for each in self._events()):
                 raise
 
@@ -201,7 +201,7 @@ class Runner:
         packages = [self._folder / jobs.PACKAGE_FOLDER]
         return self._master.find_or_create(tag, config, self._folder / jobs.MODEL_FOLDER, packages)
 
-    # -- what the web UI shows of the runner
+    # -- the runner's progress in the web UI
 
     def _report_progress(self) -> None:
         run = self._run
@@ -236,7 +236,7 @@ class Runner:
             self._print_result(canceled=True)
 
     def conclude(self) -> None:
-        """End because the trials' experiment is over."""
+        """End because the trials' experiment has ended."""
         if self._search.over:
             say(f"ended: {self._run.stop_reason}")
         else:
@@ -245,7 +245,7 @@ class Runner:
         self._complete()
 
     def give_up(self, error: errors.APIException) -> None:
-        """End because the master refuses a request; the trials end, too."""
+        """End because the master refuses a request, and kill the trials' experiment."""
         refusal = describe_request(error)
         say(refusal)
         if self._experiment_id is not None:
@@ -258,8 +258,8 @@ class Runner:
     def _complete(self, refusal: str | None = None) -> None:
         """Print and report the result.
 
-        A failed search cancels its experiment. The web UI would show it as completed if the runner
-        ended well, and the master would restart a runner that failed.
+        A failed search cancels the runner's experiment. Otherwise the web UI would show it as
+        completed, or the master would restart a runner that exits with an error.
         """
         run, value = self._run, self._run.best_value
         failed = run.best is None and (self._search.over or refusal is not None)
@@ -274,7 +274,7 @@ class Runner:
             self._operation.report_completed(value if value is not None else 0.0)
 
     def _print_result(self, *, canceled: bool = False, refusal: str | None = None) -> None:
-        """Print the result, or the best so far, and set the description."""
+        """Print the result so far, start the full-length run if requested, set the description."""
         view, over = RunView.build(self._run), self._search.over
         reason = view.stop_reason or refusal
         for line in result.text_lines(view):
@@ -294,7 +294,7 @@ class Runner:
         self._master.describe(self._runner_id, text)
 
     def _train(self, best: Trial) -> int:
-        """Submit the full-length run once; return its experiment."""
+        """Submit the full-length run unless this was done; return its experiment."""
         for event in self._search.journal.events:
             if event["event"] == EVENT_FULL_RUN:
                 return int(event["experiment_id"])
@@ -309,12 +309,12 @@ class Runner:
 
 
 def say(line: str) -> None:
-    """Print a line for the person who waits."""
+    """Print a line that `client.follow` shows to the user."""
     print(f"{SAID}{line}", flush=True)
 
 
 def run_job(job: Job, folder: Path) -> None:
-    """Run the search, then print its result."""
+    """Run the search of a job in the runner's experiment; print its result when it ends."""
     info = determined.get_cluster_info()
     if info is None or info.task_type != "TRIAL":
         raise SystemExit("dsat: error: the search runner runs as a Determined experiment only.")
@@ -329,15 +329,15 @@ def run_job(job: Job, folder: Path) -> None:
             except errors.BadRequestException as error:
                 if is_unreachable(error) or not isinstance(error, errors.APIException):
                     say(f"the search runner fails, and may be restarted: {describe_error(error)}")
-                    raise  # another start may reach the master, and has another token
+                    raise  # a restarted runner gets a new token, and may reach the master
                 runner.give_up(error)
             return
 
 
 def main(path: Path) -> None:
-    """Run the container's command, with the job in a file."""
+    """Run the job in a file; the container's entry point."""
     logging.basicConfig(level=logging.INFO, format=determined.LOG_FORMAT)
-    # Their lines on each event and each attempt are noise here.
+    # These loggers log every event and every attempt.
     for name in ("determined.core", "determined.searcher", "urllib3"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore", FutureWarning)  # determined's, about custom searchers

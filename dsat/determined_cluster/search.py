@@ -1,18 +1,17 @@
 """Search on a cluster: the tuner and the engine, driven by searcher events.
 
-These rules hold whenever the runner dies. The master keeps every event until operations are posted
-for it, and sends all kept events again. The runner's state is its latest checkpoint, saved after an
-event is handled and before its operations are posted. So:
+The runner may die at any moment. The master keeps every event until operations are posted for it,
+and sends all kept events again. The runner's state is its latest checkpoint, saved after an event
+is handled and before its operations are posted. Therefore:
 
-- Death before the state was saved: nothing of the event was posted. It comes again and is decided
-  again.
-- Death between saving and posting: the event comes again although its decisions are in the journal.
-  The answer to each event is part of the journal, under the event's number: the same event gets the
+- Death before the state is saved: no operation of the event was posted. The master sends the event
+  again, and the search decides again.
+- Death between saving and posting: the master sends the event again although its decisions are in
+  the journal. The journal also holds the answer, by the event's number: the same event gets the
   same operations with the same request ids.
-- Death after posting: the event does not come again.
-- An event that changes nothing has no answer in the journal: handling it again changes nothing.
-- A second report under another number finds the trial ended and changes nothing; nor does an event
-  about a trial of another search.
+- Death after posting: the master does not send the event again.
+- An event that changes nothing has no answer in the journal. Handling it again changes nothing.
+- A second report on a trial that has ended, and events of other searches' trials, change nothing.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ _DECISIVE = {"initialOperations", COMPLETED, EXITED, CLOSED}
 
 
 class ClusterSearch:
-    """Decides which operations answer each event of the master.
+    """Search that answers each event of the master with operations.
 
-    It continues from `events`, the journal of an earlier process.
+    It continues from `events`, the journal of an earlier process; empty for a new search.
     """
 
     def __init__(
@@ -62,7 +61,7 @@ class ClusterSearch:
             job.plan,
             self.journal,
             info=job.info,
-            clock=time.time,  # it also counts between processes
+            clock=time.time,  # also counts while no process runs
             time_of_day=time.time,
             last_event_s=_last_event_s(events),
         )
@@ -137,7 +136,7 @@ class ClusterSearch:
 
 
 def _last_event_s(events: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the time of an earlier process's last event; None if it paused, or without."""
+    """Return the time of the last event that has one; None if there is none, or a pause follows."""
     for event in reversed(events):
         if event["event"] == EVENT_PAUSED:
             return None

@@ -1,4 +1,4 @@
-"""Choose between this machine and a cluster, and which cluster."""
+"""Choice between this machine and a Determined cluster, and of the cluster."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _DEFAULT_HOSTS = ("localhost:8080", "127.0.0.1:8080")
 
 @dataclass(frozen=True)
 class Choice:
-    """Address of the master, None for this machine, and the reason for people."""
+    """Address of the master (None for this machine), and the reason as text."""
 
     master: str | None
     reason: str
 
 
 def choose(engine: str, *, fits: bool) -> Choice:
-    """Decide by `--engine`, then by determined's configuration.
+    """Choose by `--engine`, then by determined's variables and logins.
 
-    `fits`: a cluster can run the target.
+    `fits` says whether a cluster can run the target.
     """
     if engine in PROVIDERS:
         return Choice(None, f"--engine {engine}")
@@ -56,7 +56,7 @@ def _find_configured() -> Choice | None:
 
 
 def _logins() -> dict[str, str]:
-    """Return users by master from determined's own file; empty if unreadable."""
+    """Return the logged-in user by master, from determined's own file; empty if unreadable."""
     try:
         masters = json.loads(auth_file().read_text(encoding="utf-8")).get("masters", {})
         return {
@@ -69,7 +69,7 @@ def _logins() -> dict[str, str]:
 
 
 def auth_file() -> Path:
-    """Return determined's file of logins (`determined.common.util.get_config_path`, on Linux)."""
+    """Return determined's file of logins on Linux (`determined.common.util.get_config_path`)."""
     if debug := os.environ.get("DET_DEBUG_CONFIG_PATH"):
         return Path(debug, "auth.json")
     config = os.environ.get("XDG_CONFIG_HOME")

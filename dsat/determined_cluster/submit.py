@@ -1,4 +1,4 @@
-"""Prepare a search on your machine and submit it to a Determined cluster."""
+"""Preparation of a search on your machine, its submission to a Determined cluster, its results."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ from dsat.values.text import hide_secrets_in_words
 _log = logging.getLogger(__name__)
 
 _MAX_SLOTS = "resources.max_slots"
-# These have a meaning on this machine only.
+# Settings that have a meaning on this machine only.
 _LOCAL_ONLY = ("cold", "resume", "run_dir", "arg_mappings", "command")
 
 
 @dataclass(frozen=True)
 class Submission:
-    """Input of a submission to the master.
+    """A checked search, ready to be submitted to the master.
 
     Attributes:
         files: files in the trials' folder, by relative path.
-        script: the user's script, one of them.
+        script: relative path of the user's script; empty if unknown.
     """
 
     choice: Choice
@@ -85,11 +85,11 @@ class Submitted:
     """A submitted search.
 
     Attributes:
-        experiment_id, url: of the search runner.
-        state: how it ended, in the master's words; None while it runs.
-        result: result if it has ended; see `result.to_json`.
-        interrupted: whether Ctrl-C ended the following of its log (not the search).
-        run_dir: the folder on this machine that holds the result files.
+        experiment_id, url: id and web page of the search runner's experiment.
+        state: the master's name for how it ended; None if it was not followed to its end.
+        result: result of the ended search (`result.to_json`); empty if unknown.
+        interrupted: whether Ctrl-C stopped following the search, which continues.
+        run_dir: the folder on this machine that holds the result files; None without.
     """
 
     experiment_id: int
@@ -106,7 +106,7 @@ class Submitted:
 
     @property
     def failure(self) -> str:
-        """Reason for the missing result, with the best trial so far."""
+        """Reason for the missing result, with the best trial so far, if any."""
         best = self.result.get("best")
         if best is None:
             why = self.result.get("stop_reason") or "no configuration was measured"
@@ -122,7 +122,7 @@ class Submitted:
 def select_place(settings: Settings) -> Choice:
     """Choose between a cluster and this machine.
 
-    Raises UserInputError for options that the cluster does not support.
+    Raises UserInputError for options that a chosen cluster does not support.
     """
     local_only = [name for name in _LOCAL_ONLY if getattr(settings, name)]
     found = choose(settings.engine, fits=not settings.command)
@@ -146,7 +146,7 @@ def select_place(settings: Settings) -> Choice:
 
 
 def submit(ready: Submission, *, detach: bool) -> Submitted:
-    """Submit the search, and follow it to its end unless `detach`."""
+    """Submit a search and, unless `detach`, follow it to its end."""
     assert ready.choice.master is not None
     master = clients.connect(ready.choice.master, _log.info)
     _log.info(ready.place)
@@ -164,7 +164,7 @@ def submit(ready: Submission, *, detach: bool) -> Submitted:
 
 
 def follow(experiment_id: int) -> Submitted:
-    """Follow a submitted search to its end."""
+    """Follow a search to its end, given by the search runner's experiment."""
     choice = choose("determined", fits=True)
     assert choice.master is not None
     clients.check_installed(choice.master)
@@ -180,7 +180,7 @@ def follow(experiment_id: int) -> Submitted:
 
 
 def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
-    """Print the lines of a search runner until its end, and write its result files."""
+    """Log the lines of a search runner until its end, and write the result files."""
     number = submitted.experiment_id
     try:
         state, found = clients.follow(master, number, _log.info)
@@ -214,7 +214,7 @@ def _bring_results(
             with clients.explain_errors(master.address):
                 text = master.file(number, job.JOB_FILE)
             return _write_run(result.restore_events(events, Job.from_json(json.loads(text))), name)
-    # The search has ended nevertheless; another version of dsat may have written the job.
+    # The search has ended anyway. Another version of dsat may have written the job.
     except (DsatError, OSError, ValueError, KeyError) as error:
         _log.warning("the results are not written here: %s", error)
     try:
@@ -225,7 +225,7 @@ def _bring_results(
 
 
 def _log_checkpoint(master: Master, number: int) -> None:
-    """Log which checkpoint has the results, if the runner could not print them."""
+    """Log how to download the latest checkpoint, if there is one: it has the results so far."""
     with clients.explain_errors(master.address):
         uuid = master.newest_checkpoint(number)
     if uuid is not None:
@@ -234,7 +234,7 @@ def _log_checkpoint(master: Master, number: int) -> None:
 
 
 def _write_run(events: Sequence[Mapping[str, Any]], name: str) -> Path:
-    """Write the journal and the result files into a new folder of runs."""
+    """Write the journal and the result files into a new run folder; return the folder."""
     view = RunView.build(Run(events))
     with contextlib.ExitStack() as locks:
         folder = run_folders.choose(Settings(method=""), name, locks)
@@ -245,17 +245,17 @@ def _write_run(events: Sequence[Mapping[str, Any]], name: str) -> Path:
 
 
 def prepare(settings: Settings, choice: Choice) -> Submission:
-    """Read and check the user's input."""
+    """Read and check the user's files and settings; return the search to submit."""
     assert choice.master is not None
     clients.check_installed(choice.master)
-    import determined  # noqa: F401  # it knows whether this is a trial
+    import determined  # noqa: F401  # knows whether this process is a trial
 
     source.refuse_in_trial()
     experiment = source.read_experiment(settings)
     slots = settings.slots or experiment.slots_per_trial
     try:
         program = entrypoints.parse(experiment.entrypoint, experiment.model_dir)
-    except UserInputError:  # a cluster runs more than this machine could
+    except UserInputError:  # a cluster also runs entrypoints that dsat cannot start itself
         program = Entrypoint()
     else:
         source.check_config_path(experiment, program)
@@ -314,9 +314,9 @@ def _check_mappings(settings: Settings) -> None:
 
 
 def _with_max_slots(settings: Settings, experiment: experiments.Experiment, slots: int) -> Settings:
-    """Return the settings with the limit on the trials' devices.
+    """Return the settings with the limit on devices, by default the experiment's.
 
-    Raises UserInputError if a trial needs more.
+    Raises UserInputError if a trial needs more devices.
     """
     where, limit = None, settings.max_slots
     if limit is None and (given := ds_config.at(experiment.config, _MAX_SLOTS)) is not None:
@@ -328,7 +328,7 @@ def _with_max_slots(settings: Settings, experiment: experiments.Experiment, slot
 
 
 def _check_full_run(experiment: experiments.Experiment) -> None:
-    """Raise UserInputError unless the user's searcher describes one training in full length."""
+    """Raise UserInputError unless the experiment's searcher describes one full-length training."""
     name = searcher_of_full_run(experiment, "name", "metric", "max_length")["name"]
     if name != "single":
         raise UserInputError(

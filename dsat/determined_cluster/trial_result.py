@@ -13,7 +13,7 @@ from dsat.in_trial.cluster_rank import ATTACHED_MARK, LOG_MARK, OUTCOME_KEY
 from dsat.values.outcome import Outcome, OutcomeKind
 
 _TAIL_LINES = 20
-# As the master, Kubernetes and determined's launchers put it.
+# Words of the master, Kubernetes and determined's launchers for a killed process.
 _KILLED = ("exit code: 137", "exit code 137", "OOMKilled", "died with <Signals.SIGKILL")
 _INVALID_HP = "InvalidHP"
 _ADDRESS_IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
@@ -26,7 +26,7 @@ _SCRIPT = (
 
 
 def from_metric(metric: Any) -> Outcome:
-    """Return the outcome that a trial reported as its searcher metric."""
+    """Return the outcome that a trial reported as searcher metric; INVALID for any other metric."""
     found = metric.get(OUTCOME_KEY) if isinstance(metric, dict) else None
     if found is not None:
         return Outcome.from_json(found)
@@ -38,9 +38,9 @@ def from_metric(metric: Any) -> Outcome:
 
 
 def from_log(messages: Sequence[str], *, failed: bool) -> Outcome:
-    """Return the outcome of a trial that ended without a report.
+    """Return the outcome of a trial that reported no metric, from its log.
 
-    If it is not `failed` by the master, it may just have come to its end.
+    `failed` says whether the master calls it failed; otherwise the script may simply have ended.
     """
     lines = [line for message in messages for line in _without_prefix(message)]
     plain = [line for line in lines if LOG_MARK not in line and ATTACHED_MARK not in line]
@@ -52,7 +52,7 @@ def _outcome_of_lines(lines: Sequence[str], plain: Sequence[str], *, failed: boo
     for data in found:
         if data["kind"] == OutcomeKind.OK.value:
             return Outcome.from_json(data)
-    # A script that leaves with a status of its own has come to its end as well, but failed.
+    # A script that exits with an error status also reports its end, but not the error.
     telling = [data for data in found if not (failed and data["ended"])]
     if telling:
         # Out of memory on one rank explains the failures of the others.
@@ -85,7 +85,7 @@ def _crash(
     if reports:
         before_engine = all(data.get("before_engine") for data in reports)
     else:
-        # A process that dies without a word may have got as far as its engine.
+        # A process that dies silently may have created its engine.
         before_engine = bool(exception) and not any(ATTACHED_MARK in line for line in lines)
     return Outcome(
         OutcomeKind.ERROR,
@@ -96,7 +96,7 @@ def _crash(
 
 
 def _with_advice(outcome: Outcome, text: str) -> Outcome:
-    """Return the outcome, with advice if the ranks' port was taken."""
+    """Return the outcome; if the ranks' port was in use, with advice as its message."""
     everything = f"{outcome.message}\n{outcome.detail}\n{text}"
     if outcome.kind is not OutcomeKind.ERROR or not _ADDRESS_IN_USE.search(everything):
         return outcome
@@ -109,14 +109,14 @@ def _with_advice(outcome: Outcome, text: str) -> Outcome:
 
 
 def _reports(lines: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the ranks' reports in a log, of the trial's last run."""
+    """Return the reports of the ranks in a log, only those of the trial's last run."""
     found = []
     for line in lines:
         _, mark, text = line.partition(LOG_MARK)
         if mark:
             try:
                 found.append(json.loads(text))
-            except json.JSONDecodeError:  # torn by another writer of the same log
+            except json.JSONDecodeError:  # mixed with a line of another writer
                 continue
     return [data for data in found if data["run"] == found[-1]["run"]]
 

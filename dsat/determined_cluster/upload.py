@@ -1,7 +1,7 @@
-"""Context of the experiment: your folder and includes, this package, and the job.
+"""Context of the runner's experiment: your folder and includes, this package, and the job.
 
-The rules are those of determined's own client: a `.detignore` in the folder or in an included
-folder is honoured, links to folders are not followed, and the size is limited.
+The rules are those of determined's client: a `.detignore` in the folder or in an included folder
+applies, links to folders are not followed, and the size is limited.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Ignore = Callable[[str, list[str]], "set[str]"]
 
 
 def collect_files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]:
-    """Return all files in the trials' folder except this package.
+    """Return the files for the trials' folder, by relative path, without this package.
 
-    Raises UserInputError if two have the same name.
+    Raises UserInputError if two have the same name, or one would hide this package.
     """
-    root = model_dir.resolve()  # as the ignore rule's folder, too
+    root = model_dir.resolve()  # the ignore rule needs the same path
     found = dict(_walk(root, Path(), _make_ignore_rule(root)))
     for include in includes:
         source = include.resolve()
@@ -63,9 +63,9 @@ def collect_files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]
 
 
 def check_size(found: Files, limit_bytes: int = LIMIT_BYTES) -> int:
-    """Return the context's size in bytes.
+    """Return the size in bytes of the user's files and this package.
 
-    Raises UserInputError, with the largest files, if it is too large.
+    Raises UserInputError, with the largest files, if it exceeds the limit.
     """
     sizes = Counter({target: source.stat().st_size for target, source in found.items()})
     total = sizes.total() + sum(source.stat().st_size for source in _package().values())
@@ -81,9 +81,9 @@ def check_size(found: Files, limit_bytes: int = LIMIT_BYTES) -> int:
 
 
 def check_script(found: Files, where: Path, program: Entrypoint) -> None:
-    """Check that the user's code uses dsat; warn if some of it cannot be read.
+    """Check that the user's code imports dsat, without which trials cannot be measured.
 
-    Raises UserInputError if it does not, because its trials could not be measured.
+    Raises UserInputError if it does not; only warns if some code is missing or does not parse.
     """
     imported = [_imports(source) for source in found.values() if source.suffix == ".py"]
     names = {name for each in imported for name in each or ()}
@@ -110,13 +110,13 @@ def _sources(program: Entrypoint) -> set[Path]:
 
 
 def _imports(source: Path) -> set[str] | None:
-    """Return the modules that a source imports, and the names from them.
+    """Return the modules that a source imports, and the imported names with their modules.
 
-    None if it does not parse, as for another version of Python.
+    None if it does not parse, for example because it is for another version of Python.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the user's code
+            warnings.simplefilter("ignore")  # about the user's code
             nodes = list(ast.walk(ast.parse(source.read_bytes())))
     except (SyntaxError, ValueError, RecursionError):
         return None
@@ -128,9 +128,9 @@ def _imports(source: Path) -> set[str] | None:
 
 
 def lay_out(found: Files, job: str, folder: Path, script: Path = Path()) -> None:
-    """Lay out the search runner's context in an empty folder.
+    """Write the search runner's context into an empty folder.
 
-    dsat is also put beside the user's script, where Python looks for packages.
+    If the script is in a subfolder, dsat is also put beside it, where Python looks for packages.
     """
     package = _package()
     if script.parent != Path() and not script.is_absolute():
@@ -146,19 +146,19 @@ def lay_out(found: Files, job: str, folder: Path, script: Path = Path()) -> None
 
 
 def _make_ignore_rule(root: Path) -> Ignore:
-    """Return the rule of ignored names: determined's own, and earlier runs."""
+    """Return a function that ignores the names that determined ignores, and earlier runs."""
     from determined.common import detignore as determined_ignore
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of pathspec about determined
+        warnings.simplefilter("ignore", DeprecationWarning)  # pathspec warns about determined
         ignore: Ignore = determined_ignore.make_shutil_ignore(root)
     return lambda parent, names: {*ignore(parent, names), RUNS_FOLDER.name}
 
 
 def _package() -> dict[Path, Path]:
-    """Return this package with wrapt, which an image may lack, in its spare folder.
+    """Return this package's files, with wrapt in its spare folder, since an image may lack wrapt.
 
-    wrapt's compiled part is left out, because it depends on the version of Python.
+    wrapt's compiled part is omitted, because it depends on the version of Python.
     """
     own = _walk(_OURS, Path(), lambda parent, names: {n for n in names if n == "__pycache__"})
     sources = Path(str(wrapt.__file__)).parent.glob("*.py")

@@ -1,4 +1,4 @@
-"""Long polls, and messages while the trials wait for slots."""
+"""Long polls, and messages while trials wait for slots or for their containers."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def long_poll(
     """Return the answer to a request that the master may answer late.
 
     Args:
-        check: called meanwhile; raises an exception to leave without an answer.
-        is_idle: whether the experiment is paused or ended; only a new request learns that.
+        check: called every `every_s`; raises an exception to abandon the request.
+        is_idle: whether the experiment is paused or ended. Only a new request would return that.
     """
     poll, was_idle = _in_background(ask), False
     while True:
@@ -47,7 +47,7 @@ def long_poll(
 
 
 def _in_background(ask: Callable[[], T]) -> Future[T]:
-    """Make a request in a daemon thread, even if it is abandoned."""
+    """Make a request in a daemon thread, so that an abandoned request does not block the exit."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -61,7 +61,7 @@ def _in_background(ask: Callable[[], T]) -> Future[T]:
 
 
 class StateWatch:
-    """Tracks the state of the trials' experiment, and logs long waits."""
+    """Tracker of the trials' experiment's state, which logs long waits."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class StateWatch:
         self._logged_s: float | None = None
 
     def is_idle(self) -> bool:
-        """Return whether the experiment is paused or ended, by a recent request."""
+        """Return whether the experiment is paused or ending, as of a recent request."""
         now = self._clock()
         if now - self._asked_s >= _ASK_EVERY_S:
             self._asked_s = now

@@ -1,1 +1,1 @@
-"""`dsat estimate`: the memory that each ZeRO stage and offloading needs."""
+"""`dsat estimate`: predicted memory for each ZeRO stage and offloading."""

@@ -1,4 +1,4 @@
-"""The strategy to train with: the fastest that fits, by the model of speed of the search."""
+"""The strategy to train with, chosen by the search's speed model from those that fit."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from dsat.values import format as fmt
 from dsat.values import parallelism
 from dsat.values.zero_strategy import Strategy
 
-_STEP_TOKENS = 16_384  # of a device in the steps that are compared
-_SIZE_TOLERANCE = 2**30  # between the memory asked about and that of a card
-# Within this factor of speed, the first strategy that practitioners try is advised.
+_STEP_TOKENS = 16_384  # of each device, in the compared steps
+_SIZE_TOLERANCE = 2**30  # bytes between the given memory and a card's
+# Of strategies within this factor of the fastest, the first that practitioners try is advised.
 _CLOSE = 1.1
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The fastest strategy that fits a number of devices of one size.
+    """The advised strategy for a number of devices with the same memory.
 
     Attributes:
         card: the card whose speed is predicted; empty if speed is unknown, and the strategy is the
             first that practitioners try.
         needed: bytes of a device with one sample.
-        other: a strategy that is about as fast, or the first that practitioners try; None if it is
-            the same.
-        speedup: compared with the other strategy.
+        other: the fastest strategy, if the advised one is only about as fast; else the first that
+            practitioners try. None if that is the advised one, or if speed is unknown.
+        speedup: predicted speed, relative to `other`.
     """
 
     slots: int
@@ -66,11 +66,11 @@ class Advice:
 def advise(
     facts: ModelFacts, config: Mapping[str, Any], lines: Sequence[Line], length: int | None
 ) -> list[Advice]:
-    """Return the fastest strategy for each number of devices and each size that holds the model.
+    """Return advice for each number of devices and each memory size that holds the model.
 
     Args:
-        lines: of all strategies, in the order in which practitioners try them.
-        length: tokens of a sample; None if samples are not sequences, whose speed is not known.
+        lines: one for each strategy and number of devices, in the order that practitioners try.
+        length: tokens of a sample; None if samples are not sequences, so that speed is unknown.
     """
     advice = []
     for slots in dict.fromkeys(line.slots for line in lines):
@@ -102,7 +102,7 @@ def _best(
 
 
 def _usual_card(size: int) -> Card | None:
-    """Return the fastest card with this memory; None without one."""
+    """Return the fastest card with about this memory; None if there is none."""
     known = [c for c in cards.table().values() if abs(c.memory_bytes - size) < _SIZE_TOLERANCE]
     return max(known, key=lambda card: card.peak(2), default=None)
 
@@ -110,7 +110,7 @@ def _usual_card(size: int) -> Card | None:
 def _sample_s(
     facts: ModelFacts, config: Mapping[str, Any], line: Line, size: int, length: int, card: Card
 ) -> float:
-    """Predict the seconds of a sample, in steps of the same number of samples for all."""
+    """Predict the seconds per sample; steps have about as many samples for all strategies."""
     given = (config.get(key) for key in BATCH_KEYS[1:])
     own = math.prod(number for number in given if isinstance(number, int))
     batch = max(own, math.ceil(_STEP_TOKENS / length))

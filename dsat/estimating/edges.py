@@ -1,4 +1,4 @@
-"""Strategies that nearly fit: by how much they do not, and what activation checkpointing saves."""
+"""Strategies that nearly fit: the missing memory, and what activation checkpointing saves."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _NEAR = 0.1  # of a device's memory
 
 @dataclass(frozen=True)
 class Edge:
-    """A strategy that nearly fits devices of a size.
+    """A strategy that nearly fits devices of one size.
 
     Attributes:
-        memory_bytes: of a device.
-        missing_bytes: of each device, with 5 % to spare.
-        saved_bytes: by activation checkpointing; 0 if it is on, or cannot be turned on.
+        memory_bytes: memory of a device.
+        missing_bytes: bytes that each device lacks, with 5 % of the need to spare.
+        saved_bytes: saving by activation checkpointing; 0 if it is on, impossible or not predicted.
     """
 
     slots: int
@@ -41,7 +41,7 @@ class Edge:
 
 
 def describe(missing_bytes: int, saved_bytes: int) -> str:
-    """Return by how much something does not fit, and what would help."""
+    """Return a phrase with the missing memory and the saving by activation checkpointing."""
     text = f"does not fit by {fmt.memory(missing_bytes)}"
     if not saved_bytes:
         return text
@@ -49,14 +49,14 @@ def describe(missing_bytes: int, saved_bytes: int) -> str:
 
 
 def missing(needed_bytes: int, memory_bytes: int) -> int:
-    """Return the bytes that a device lacks, if 5 % are to be left free."""
+    """Return the bytes that a device lacks, with 5 % of the need to spare; negative if it fits."""
     return round(needed_bytes * UNCALIBRATED_MARGIN) - memory_bytes
 
 
 def nearly_fitting(lines: Sequence[Line]) -> list[Edge]:
-    """Return the strategies that nearly fit, for each number of devices and size.
+    """Return at most one strategy that nearly fits for each number of devices and size.
 
-    It is the first one, in the usual order, before any that fits.
+    It is the first of these in the usual order, if no strategy before it fits.
     """
     found: dict[tuple[int, int], Edge | None] = {}
     for line in lines:

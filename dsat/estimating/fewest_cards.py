@@ -20,7 +20,7 @@ from dsat.values.table import Table
 from dsat.values.zero_strategy import Strategy
 
 SIZES = tuple(sorted({card.memory_bytes for card in known.table().values()}))
-# Numbers of cards that people rent: up to one host any number, then whole hosts.
+# Numbers of cards that people rent: any number in one host, or several whole hosts.
 _MOST = 1024
 _COUNTS = (*range(1, host.PER_HOST), *range(host.PER_HOST, _MOST + 1, host.PER_HOST))
 
@@ -30,11 +30,11 @@ class Choice:
     """The fewest cards of a size that hold a model.
 
     Attributes:
-        memory_bytes: of a card.
-        cards: how many: any number up to 8, whole hosts of 8 above.
-        strategy: the first of the ladder that fits.
-        micro_batch: the largest that fits.
-        host_bytes: memory of a host for all of its ranks.
+        memory_bytes: memory of a card.
+        cards: number of cards: any number up to 8, whole hosts of 8 above.
+        strategy: the first strategy that fits, in the order of the ladder.
+        micro_batch: the largest micro batch that fits.
+        host_bytes: bytes that all ranks of a host need.
     """
 
     memory_bytes: int
@@ -53,12 +53,12 @@ def fewest(
     host_memory: int | None = None,
     sizes: Sequence[int] = SIZES,
 ) -> list[Choice]:
-    """Return the fewest cards of each size: without offloading, and with it if fewer.
+    """Return the fewest cards of each size without offloading, and with it if it needs fewer.
 
     Args:
         base: the user's DeepSpeed configuration.
-        host_memory: bytes of a host, if they are known.
-        sizes: bytes of a card.
+        host_memory: bytes of a host; None if unknown.
+        sizes: memory sizes of cards in bytes.
     """
     offloading = [strategy for strategy in compared(base) if strategy.offloads]
     without = [strategy for strategy in compared(base) if not strategy.offloads]
@@ -70,7 +70,7 @@ def fewest(
         counts = [n for n in counts if total % (each * shared.data(n)) == 0]
 
     def on(cards: int, size: int, among: Sequence[Strategy]) -> list[Choice]:
-        """Return the choice for the devices, ignoring the memory of the host."""
+        """Return a choice for each strategy that fits the cards; ignore the host's memory."""
         choices, facts = [], basis.variants[0].facts
         model = MemoryModel(basis, slots=cards, limit_bytes=size, on_device=True)
         for strategy in among:
@@ -83,9 +83,9 @@ def fewest(
         return choices
 
     def first(size: int, among: Sequence[Strategy]) -> Choice | None:
-        # More cards need less of each, so the first number that is enough is between two others.
+        # The more cards, the less memory each needs: a binary search finds the smallest number.
         at = bisect.bisect_left(counts, True, key=lambda n: bool(on(n, size, among)))
-        # The host may need more of more cards: each of its ranks loads the weights.
+        # A host with more ranks may need more memory, because each rank loads the weights.
         held = itertools.chain.from_iterable(on(n, size, among) for n in counts[at:])
         return next((c for c in held if fits_host(c.host_bytes, host_memory)), None)
 
@@ -98,7 +98,7 @@ def fewest(
 
 
 def table(choices: Sequence[Choice]) -> list[str]:
-    """Return the lines of a table for people."""
+    """Return the lines of a Markdown table, or a sentence if nothing fits."""
     heads = ["GPU", "number", "strategy", "largest micro batch", "host"]
     rows = [
         [

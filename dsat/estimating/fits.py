@@ -37,17 +37,17 @@ class Fit:
 
     Attributes:
         slots, card_bytes: number of devices, and the memory of each.
-        strategy, batch: of the user's configuration.
-        chosen: what dsat adds to the strategy that it has chosen, so that it fits.
-        ways_out: what may help where no strategy fits; empty for the user's own configuration.
+        strategy, batch: of the user's configuration, or of dsat's choice without one.
+        chosen: settings that dsat adds to a strategy of its choice, so that it fits.
+        ways_out: remedies if no strategy fits; empty for the user's own configuration.
         needed_bytes: predicted peak of a device, without the CUDA context and NCCL.
         host_bytes: bytes that the ranks of a host need: to load the weights, or to train.
         saved_bytes: bytes of these that `"pin_memory": false` saves.
-        host_limit: bytes of the host; None if they are not known.
-        fits: with 5 % to spare.
-        largest: the largest micro batch that fits; 0 if none does.
-        saved_by_checkpointing: bytes of a device, if it does not fit; 0 if that is on already, or
-            cannot be turned on.
+        host_limit: bytes of the host; None if unknown.
+        fits: whether the memory of devices and host suffices, with 5 % of the need to spare.
+        largest: the largest micro batch that fits the devices; 0 if none does.
+        saved_by_checkpointing: bytes of a device that activation checkpointing would save, if the
+            user's own configuration was simulated and does not fit; else 0.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Fit:
 
     @property
     def fits_host(self) -> bool:
-        """Return whether the host holds its ranks, as far as its memory is known."""
+        """Return whether the host's memory suffices for its ranks; True if it is unknown."""
         return fits_host(self.host_bytes, self.host_limit)
 
     def to_json(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class Fit:
         return " ".join(text)
 
     def _missing(self, lacking: int) -> str:
-        """Return by how much the device is too small, and what to do."""
+        """Return sentences on the memory that a device lacks, and what to do."""
         text = f"It {edges.describe(lacking, self.saved_by_checkpointing)}."
         if self.largest:
             return f"{text} The largest micro batch that fits is {self.largest}."
@@ -102,7 +102,7 @@ class Fit:
         )
 
     def _host(self) -> list[str]:
-        """Return what the host needs."""
+        """Return sentences on the memory of the host."""
         text = []
         if self.host_bytes:
             of = "" if self.host_limit is None else f" of {_size(self.host_limit)}"
@@ -127,8 +127,8 @@ class _Candidate(NamedTuple):
     """Configuration to simulate.
 
     Attributes:
-        added: changes to the model's or the user's settings, as they are printed.
-        progress: message that is logged during the simulation.
+        added: changes to the settings of the model or the user, in words.
+        progress: message to log during the simulation.
     """
 
     config: dict[str, Any]
@@ -137,13 +137,13 @@ class _Candidate(NamedTuple):
 
 
 def fit(settings: EstimateSettings) -> Fit:
-    """Simulate a configuration, and compare it with the devices of `settings.fits`.
+    """Predict the memory of a configuration, and compare it with the devices of `settings.fits`.
 
-    It is the user's own. Without one it is the fastest that fits.
+    It is the user's own; without one, the fastest that fits, or the one that lacks least memory.
 
     Raises:
         UserInputError: the settings or the files are wrong.
-        DsatError: the configuration cannot be simulated.
+        DsatError: the model or the configuration cannot be simulated.
     """
     devices = _devices(settings)
     with simulate(devices) as model:
@@ -159,7 +159,7 @@ def fit(settings: EstimateSettings) -> Fit:
 
 
 def _devices(settings: EstimateSettings) -> EstimateSettings:
-    """Return the settings for a table of the devices of `settings.fits` alone."""
+    """Return the settings for a table of only the devices of `settings.fits`."""
     assert settings.fits is not None
     slots, card_bytes, host_memory = settings.fits
     if host_memory is None:
@@ -176,7 +176,7 @@ def _devices(settings: EstimateSettings) -> EstimateSettings:
 
 
 def _check(model: SimulatedModel, devices: EstimateSettings, candidate: _Candidate) -> Fit:
-    """Simulate a configuration, unless the formula is to answer, and compare it."""
+    """Predict a configuration's memory by simulation or `--formula`, and compare it."""
     [slots], [card_bytes] = devices.slot_counts, devices.slot_memories
     batch = ds_config.resolve_batch(model.config, slots, where="--fits")
     config = {**ds_config.drop_batch_sizes(candidate.config), ds_config.BATCH_KEYS[2]: batch.gas}
@@ -218,11 +218,11 @@ def _check(model: SimulatedModel, devices: EstimateSettings, candidate: _Candida
 
 
 def _candidates(model: SimulatedModel, devices: EstimateSettings) -> Iterator[_Candidate]:
-    """Yield what to check if the user gives no configuration, until one fits.
+    """Yield the candidates to check in turn if the user gives no configuration.
 
     First come the strategies that fit by formula, the fastest first: as the model is, with
-    activation checkpointing, with memory of the host that is not pinned, and with both. The last
-    is the strategy, with both, that lacks least.
+    activation checkpointing, with pageable instead of pinned host memory, and with both. The last
+    is the strategy that lacks least memory, with both.
     """
     [slots] = devices.slot_counts
     may_recompute = devices.activation_checkpointing is None
@@ -244,7 +244,7 @@ def _candidates(model: SimulatedModel, devices: EstimateSettings) -> Iterator[_C
 
 
 def _lacking(line: Line, devices: EstimateSettings) -> int:
-    """Return the bytes that a device and a host lack together."""
+    """Return the sum of the bytes that a device and a host lack."""
     lacking = max(0, edges.missing(line.needed, devices.slot_memories[0]))
     if devices.host_memory is not None:
         lacking += max(0, edges.missing(line.host, devices.host_memory))
@@ -252,7 +252,7 @@ def _lacking(line: Line, devices: EstimateSettings) -> int:
 
 
 def _ways_out(model: SimulatedModel, devices: EstimateSettings) -> tuple[str, ...]:
-    """Return what may help where no strategy fits."""
+    """Return remedies for a model that no strategy fits."""
     [slots], [card_bytes] = devices.slot_counts, devices.slot_memories
     is_off = devices.activation_checkpointing == "off"
     switches = {} if is_off else {CHECKPOINTING: True}
@@ -264,7 +264,7 @@ def _ways_out(model: SimulatedModel, devices: EstimateSettings) -> tuple[str, ..
     if is_off:
         ways.append("activation checkpointing")
     table = LineByLine(replace(model, config=config), devices, switches)
-    # A device needs as much if its state is on NVMe, which DeepSpeed has in stage 3 alone.
+    # A device needs as much with offloading to NVMe, which DeepSpeed supports in stage 3 only.
     of_stage_3 = [each for each in table.lines() if each.strategy.stage == 3]
     if any(s.strategy.offloads and edges.missing(s.needed, card_bytes) <= 0 for s in of_stage_3):
         ways.append('offloading to NVMe ("device": "nvme" in --ds-config)')
@@ -274,7 +274,7 @@ def _ways_out(model: SimulatedModel, devices: EstimateSettings) -> tuple[str, ..
 
 
 def _unpinned(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration whose optimizer, where it is offloaded, is in pageable memory."""
+    """Return a configuration that keeps an offloaded optimizer in pageable memory."""
     zero = dict(config.get("zero_optimization") or {})
     section = {"device": "none", **(zero.get("offload_optimizer") or {}), "pin_memory": False}
     return {**config, "zero_optimization": {**zero, "offload_optimizer": section}}

@@ -15,13 +15,13 @@ class Line:
     """Memory of one strategy on a number of devices.
 
     Attributes:
-        slots: data-parallel devices.
-        estimate: with a micro batch of one sample.
-        needed: bytes that a device must have for that.
-        host: bytes that the ranks of a host must have: to load the weights, or to train.
+        slots: number of devices.
+        estimate: memory with a micro batch of one sample.
+        needed: bytes that a device needs for that micro batch.
+        host: bytes that the ranks of a host need: to load the weights, or to train.
         saved: bytes of these that `"pin_memory": false` saves.
-        largest: the largest micro batch, by memory of a device; 0 if none fits.
-        longest: tokens of the longest sequence of one sample, by memory of a device; empty if
+        largest: by memory of a device, the largest micro batch; 0 if none fits device and host.
+        longest: by memory of a device, tokens of the longest sequence at micro batch 1; empty if
             samples are not sequences.
     """
 

@@ -15,9 +15,9 @@ _COUNT = re.compile(r"([^a-z]*)x", re.IGNORECASE)  # of `8x80GiB`
 
 
 def _cards(value: str) -> tuple[int, int, int | None]:
-    """Return number, bytes of each and bytes of their host of `8x80GiB/1TiB` or `8xH100`.
+    """Parse `8x80GiB/1TiB` or `8xH100` into number of devices, bytes of each, and bytes of a host.
 
-    Without a number it is one device; the host is None where it is not given.
+    The number is 1 by default; the host is None if it is not given.
     """
     devices, slash, host = WORD.read(value).partition("/")
     counted = _COUNT.match(devices)
@@ -44,8 +44,8 @@ class EstimateSettings(ModelSettings):
     """Settings of `dsat estimate`.
 
     Attributes:
-        host_memory: bytes of a host, which has up to 8 devices; None if it is not known.
-        fits: number of devices, bytes of each, and of their host; None for tables of all
+        host_memory: bytes of a host, which has up to 8 devices; None if unknown.
+        fits: number of devices, bytes of each, and bytes of a host or None; None for tables of all
             strategies.
     """
 

@@ -29,19 +29,19 @@ from dsat.values.table import Table
 from dsat.values.zero_strategy import Strategy
 
 _log = logging.getLogger(__name__)
-_MUCH = 0.1  # of a host's memory
+_MUCH = 0.1  # of what the ranks of a host need
 _FASTER = "; a smaller --seq-length takes less"
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory of each strategy.
+    """The answer of `dsat estimate`: memory of each strategy.
 
     Attributes:
         lines: one for every strategy and number of devices.
-        advice: the fastest strategy that fits, by number of devices and their memory.
+        advice: the strategy to use, for each number of devices and memory of a device.
         edges: strategies that nearly fit.
-        cards: the fewest cards of each usual size.
+        cards: the fewest cards of each usual memory size.
         sequence_length: tokens of a sample; None if samples are not sequences.
     """
 
@@ -55,7 +55,7 @@ class Estimate:
 
     @property
     def is_complete(self) -> bool:
-        """Return False if the simulation of every line failed, so that the formula answers."""
+        """Return False if the simulation of every line failed, so that all are by formula."""
         return not all(line.estimate.note for line in self.lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Estimate:
 
 
 class LineByLine:
-    """The tables of a model: by formula at first, then with every line that is simulated."""
+    """The tables of a model: first by formula, then updated with each simulated line."""
 
     def __init__(
         self,
@@ -119,14 +119,14 @@ class LineByLine:
 
     @property
     def progress(self) -> str:
-        """Return how many lines are simulated."""
+        """Return a phrase with the number of simulated lines."""
         return f"{self._simulated} of {len(self._asked)} lines are simulated"
 
     def simulate(self) -> Iterator[int]:
-        """Simulate the lines, those next to the answer first, unless the formula is to answer.
+        """Simulate the lines, the likely advice first; none if `--formula` suffices.
 
         Yields:
-            A number of devices, before its lines are simulated and after each.
+            The number of devices of each simulated line; before that, the first number.
         """
         if self._settings.formula and not needs_simulation(self._model.config):
             return
@@ -143,9 +143,9 @@ class LineByLine:
                 yield asked[number].slots
 
     def _order(self) -> list[int]:
-        """Return lines by number of devices; first those advised by formula, and their neighbours.
+        """Return line numbers by number of devices, advised strategies and neighbours first.
 
-        A neighbour of a strategy is the one before it or after it in the usual order.
+        Neighbours of a strategy are the ones before and after it in the usual order.
         """
         first = set()
         for each in advise(self._facts, self._model.config, self.lines(), self._length):
@@ -170,11 +170,11 @@ class LineByLine:
         return Basis.of_model(self._facts, anchors)
 
     def table(self, slots: int) -> Table:
-        """Return the table of a number of devices as it is known by now."""
+        """Return the current table for a number of devices."""
         return _table(self.lines(slots))
 
     def lines(self, slots: int | None = None) -> list[Line]:
-        """Return the lines as they are known by now; of a number of devices, or of all."""
+        """Return the current lines for a number of devices, or for all if `slots` is None."""
         basis, script = self._basis, self._model.simulator.script
         return [
             _line(basis, strategy, asked, found, self._settings, script)
@@ -183,7 +183,7 @@ class LineByLine:
         ]
 
     def estimate(self) -> Estimate:
-        """Return the tables as they are known by now."""
+        """Return the current tables with advice, edges and fewest cards."""
         config, lines = self._model.config, self.lines()
         cards = fewest_cards.fewest(self._basis, config, self._settings.host_memory)
         advice = advise(self._facts, config, lines, self._length)
@@ -191,7 +191,7 @@ class LineByLine:
         return Estimate(self._model.name, self._facts, lines, advice, near, cards, self._length)
 
     def fastest_first(self) -> Iterator[Strategy]:
-        """Yield the strategies that fit the first devices, the fastest first."""
+        """Yield the strategies that fit the first number of devices, in order of advice."""
         lines = self.lines(self._settings.slot_counts[0])
         while found := advise(self._facts, self._model.config, lines, self._length):
             strategy = found[0].strategy
@@ -199,7 +199,7 @@ class LineByLine:
             lines = [line for line in lines if line.strategy != strategy]
 
     def _edges(self, lines: Sequence[Line]) -> list[Edge]:
-        """Return the strategies that nearly fit, with what recomputation saves by formula."""
+        """Return the strategies that nearly fit; add savings once all lines are simulated."""
         near = edges.nearly_fitting(lines)
         at_once = self._settings.formula or self._simulated < len(self._asked)  # or interrupted
         recomputed = self._recomputed() if near and not at_once else None
@@ -218,7 +218,7 @@ class LineByLine:
         return closed_form.estimate(facts, asked.config, slots=asked.slots, micro_batch=1)
 
     def _recomputed(self) -> ModelFacts | None:
-        """Return the facts of the model with checkpointing; None if that is on, or impossible."""
+        """Return the model's facts with checkpointing; None if it is on already or impossible."""
         if self._settings.activation_checkpointing == "on":
             return None
         try:
@@ -229,7 +229,7 @@ class LineByLine:
 
 @contextlib.contextmanager
 def opened(settings: EstimateSettings) -> Iterator[LineByLine]:
-    """Run a model on fake tensors, and have its tables by formula.
+    """Run a model on fake tensors, and yield its tables by formula.
 
     Raises:
         UserInputError: the settings or the files are wrong.
@@ -248,13 +248,13 @@ def estimate(settings: EstimateSettings) -> Estimate:
 
 
 def needs_simulation(config: Mapping[str, Any]) -> bool:
-    """Return whether the optimizer is one that the closed form, which is Adam's, does not cover."""
+    """Return whether the closed form, for Adam and AdamW, does not cover the optimizer."""
     kind = str((config.get("optimizer") or {}).get("type", "Adam"))
     return kind.lower() not in ("adam", "adamw")
 
 
 def needed_bytes(basis: Basis, config: Mapping[str, Any], slots: int) -> int:
-    """Return the memory that one sample needs, without the copies that DeepSpeed makes at will."""
+    """Return the bytes of a device at micro batch 1, without copies made only if there is room."""
     model = MemoryModel(basis, slots=slots, limit_bytes=0, on_device=True)
     return model.predicted_bytes(model.shape(config, {}), 1)
 
@@ -277,7 +277,7 @@ def _line(
         most = model.largest(shape) if has_room else 0.0
         largest[size] = int(most)
         if script.sequence_length is not None:
-            # One sample may be as long as many short ones together, if the model takes it.
+            # One sample may have all tokens of the largest micro batch, up to the model's maximum.
             tokens = int(most * script.sequence_length)
             longest[size] = min(tokens, script.model_takes or tokens)
     needed = needed_bytes(basis, config, slots)
@@ -286,7 +286,7 @@ def _line(
 
 
 def _pinning(lines: Sequence[Line]) -> list[str]:
-    """Return what memory that is not pinned would save, if it is much of a host's."""
+    """Return a sentence on the largest saving by pageable memory, if one is large."""
     saved = [line for line in lines if line.saved > _MUCH * line.host]
     if not saved:
         return []
@@ -298,7 +298,7 @@ def _pinning(lines: Sequence[Line]) -> list[str]:
 
 
 def _failures(lines: Sequence[Line]) -> list[str]:
-    """Return the lines of a table that could not be simulated, by the reason."""
+    """Return a sentence for each reason why lines could not be simulated."""
     reasons: dict[str, list[str]] = {}
     for line in lines:
         if line.estimate.note:

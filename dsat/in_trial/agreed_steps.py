@@ -19,12 +19,12 @@ class AgreedStep:
     """An optimizer step over all ranks.
 
     Attributes:
-        ms: latency, then the phases, of the slowest rank.
-        samples, tokens: the mean over the ranks; NaN if unknown.
-        data_ms: longest wait of a rank for data loaders.
-        elements: largest number of elements that a rank was fed.
-        evaluated: whether a rank called the model outside of training.
-        micro_steps: largest number of a rank; 0 if unknown.
+        ms: latency, then each phase: the maximum over the ranks.
+        samples, tokens: means over the ranks; tokens are NaN if unknown.
+        data_ms: longest wait of any rank for data loaders, outside of the phases.
+        elements: largest number of tensor elements that any rank was fed.
+        evaluated: whether any rank called the model outside of training.
+        micro_steps: maximum over the ranks; 0 if unknown.
     """
 
     number: int
@@ -42,7 +42,7 @@ class AgreedStep:
 def agree(
     steps: Sequence[StepMarks], ranks: Ranks, clock: Clock, spec: MeterSpec
 ) -> list[AgreedStep]:
-    """Agree with the other ranks on steps that all made; a collective call."""
+    """Combine the measurements of steps that all ranks have made; a collective call."""
     own = [
         [
             *marks.milliseconds(clock),
@@ -65,7 +65,7 @@ def agree(
 
 
 def usual_micro_steps(full: Sequence[AgreedStep]) -> int:
-    """Return the number of micro batches of most full steps; 0 if unknown."""
+    """Return the most frequent number of micro batches in a full step; 0 if unknown."""
     return statistics.mode(step.micro_steps for step in full)
 
 
@@ -81,10 +81,10 @@ def tokens_error(steps: Sequence[AgreedStep]) -> float | None:
 
 
 def times_of(steps: Sequence[AgreedStep]) -> StepTimes:
-    """Return the step times.
+    """Return statistics of the step times.
 
-    A step may be an accident if it spent most of its time in its phases without more work than
-    usual. Waiting for data is the script's own, and longer sequences are more work.
+    A long step may be an accident of the host if it spent most of its time in its phases and had no
+    more work than usual. Otherwise the wait for data or longer sequences may explain it.
     """
     usual = statistics.median(step.elements for step in steps)
     may_be_accident = [

@@ -7,8 +7,8 @@ import os
 import sys
 from typing import Any
 
-# How launchers tell a process its rank and their number: torch's and DeepSpeed's own, Open MPI,
-# MPICH and Intel MPI, Slurm.
+# Variables in which launchers pass a process's rank and the number of ranks: those of torch and
+# DeepSpeed, Open MPI, MPICH and Intel MPI, Slurm.
 _RANKS = (
     ("RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -29,12 +29,12 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def local_size() -> int:
-    """Return the number of ranks on this host, by a launcher's or Determined's variable."""
+    """Return the ranks on this host: LOCAL_WORLD_SIZE, Determined's LOCAL_SIZE, or else 1."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
 
 
 class Ranks:
-    """All ranks of an engine; each call is collective and returns the same on every rank.
+    """All ranks of an engine; each call is collective and has the same result on every rank.
 
     Args:
         engine: a DeepSpeed engine, whose data-parallel group is used if all ranks are in it.
@@ -65,7 +65,7 @@ class Ranks:
         # float32 holds bytes and milliseconds to seven digits, and every device has it.
         tensor = torch.tensor(values, dtype=torch.float32, device=self._engine.device)
         group = getattr(self._engine, "data_parallel_group", None)
-        if dist.get_world_size(group) < dist.get_world_size():  # others share this one's samples
+        if dist.get_world_size(group) < dist.get_world_size():  # others share a rank's samples
             group = None
         dist.all_reduce(tensor, op=getattr(dist.ReduceOp, how), group=group)
         return [float(value) for value in tensor.tolist()], dist.get_world_size()

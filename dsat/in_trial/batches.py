@@ -57,7 +57,7 @@ _BATCH_SIZES = {"bs", "bsz", "mbs"}  # in flags
 _SHORT = ("-b", "-bs")  # flags
 _OTHER_BATCHES = ("eval", "valid", "test")  # parts of flags
 _DEPTH = 4  # of containers that are searched for tensors
-_LARGE = 256  # values, which take some tenths of a millisecond
+_LARGE = 256  # values; searching them takes some tenths of a millisecond
 
 
 def is_about(warning: str) -> bool:
@@ -71,8 +71,8 @@ class Fed:
     """Contents of one call of the model.
 
     Attributes:
-        rows: samples; None if they cannot be counted.
-        tokens: on whatever device they were counted; None if there are none.
+        rows: number of samples; None if they cannot be counted.
+        tokens: number of tokens, perhaps as a tensor on a device; None if there are none.
     """
 
     rows: int | None
@@ -83,17 +83,17 @@ class Fed:
 class BatchCounter:
     """Counter of the samples and tokens of micro batches.
 
-    Samples are the rows of tensors that have the micro batch as a dimension. The first call tells
-    which tensors and dimensions these are. A dimension may have that size by chance, so the profile
-    trial, which had another micro batch, takes precedence.
+    Samples are the rows of tensors that have the micro batch as a dimension. The first call decides
+    which tensors and dimensions these are. A dimension may have that size by chance, so dimensions
+    that the profile trial found, with another micro batch, take precedence.
 
-    Tokens are the elements of integer tensors of two dimensions: those called `input_ids`, which
-    are several for pairs of texts, or else the model's first input. Elements that an
-    `attention_mask` of the same shape masks do not count.
+    Tokens are the elements of two-dimensional integer tensors: those called `input_ids` (several
+    for pairs of texts), or else the model's first tensor. Elements that an `attention_mask` of the
+    same shape masks do not count.
 
     Attributes:
         dimensions: dimension of the samples by place, where the first call is unambiguous.
-        warning: about the first call; None if it was counted.
+        warning: about the first call; None if its samples were counted.
     """
 
     def __init__(self, spec: MeterSpec) -> None:
@@ -101,7 +101,7 @@ class BatchCounter:
         self._own = spec.options.own_micro_batch
         self._known = spec.batch_dimensions  # of the profile trial
         self._fed_before = spec.fed_instead  # in the profile trial
-        self._parts = spec.parallelism.sequence  # of a sequence; each device has one
+        self._parts = spec.parallelism.sequence  # of a sequence, one per device
         self._carriers: dict[str, int] | None = None  # dimension of the samples by place
         self._finder = LeafFinder()
         self._lengths: list[int] = []
@@ -111,7 +111,7 @@ class BatchCounter:
         self.warning: str | None = None
 
     def count(self, values: Iterable[Any]) -> Fed:
-        """Count one call, by the arguments of the forward pass; does not wait for a device."""
+        """Count samples and tokens in a forward pass's arguments; does not wait for a device."""
         leaves = self._finder.find(values)
         shapes = {place: _shape(leaf) for place, leaf in leaves.items()}
         if self._carriers is None:
@@ -129,7 +129,7 @@ class BatchCounter:
     def lengths(
         self, module: Any, maximum: Callable[[list[float]], list[float]]
     ) -> SequenceLengths | None:
-        """Return the lengths of whole sequences; a collective call."""
+        """Return the lengths of whole sequences, None if unknown; a collective call."""
         own = [-math.inf, 0.0, 0.0]
         if self._lengths:
             own = [-min(self._lengths), max(self._lengths), float(longest_of(module))]
@@ -155,7 +155,7 @@ class BatchCounter:
         if own is not None and self._feeds(own, shapes):
             raise self._refusal(own)
         self.warning = UNCOUNTED
-        # A single row is for all samples, or has all of them, packed.
+        # A single row is shared by all samples, or packs all of them.
         rows = {_size(shape, self._dimension(p)) for p, shape in shapes.items()} - {1, None}
         if len(rows) != 1:
             return {}
@@ -192,7 +192,7 @@ class BatchCounter:
         )
 
     def _fitting(self, place: str, shape: Shape) -> list[int]:
-        """Return the dimensions that may count samples."""
+        """Return the dimensions of a tensor that may be that of the samples."""
         candidates = (self._known[place],) if place in self._known else (0, 1)
         return [d for d in candidates if _size(shape, d) == self._micro_batch]
 
@@ -200,7 +200,7 @@ class BatchCounter:
         """Return whether the rows are certainly those of the user's own micro batch.
 
         Twice the trial's micro batch may be pairs (a chosen and a rejected answer), unless the
-        profile trial had the same rows with another micro batch.
+        profile trial found the dimension of the samples in one of these inputs.
         """
         if own == self._micro_batch:
             return False
@@ -212,7 +212,7 @@ class BatchCounter:
         return self._known.get(place, 0)
 
     def _tokens(self, leaves: Leaves) -> tuple[Any, int | None]:
-        """Return tokens, and the longest length; None for samples that share a row."""
+        """Return the number of tokens, and the longest sequence, each None if unknown (packed)."""
         import torch
 
         named = {place: leaf for place, leaf in leaves.items() if _name(place) == "input_ids"}
@@ -226,7 +226,7 @@ class BatchCounter:
                 for p, leaf in leaves.items()
                 if _name(p) == "attention_mask" and _shape(leaf) == _shape(ids)
             ]
-            # The one beside it first: pairs of texts may have equal shapes.
+            # The mask in the same container first: pairs of texts may have equal shapes.
             masks.sort(key=lambda p: p.rpartition(".")[0] != place.rpartition(".")[0])
             counts.append(torch.count_nonzero(leaves[masks[0]]) if masks else ids.numel())
             rows, length = ids.shape
@@ -240,7 +240,7 @@ class BatchCounter:
 class LeafFinder:
     """Finder of the tensors in the arguments of a model.
 
-    It looks once into large containers without tensors, such as lists of tokens.
+    It searches large containers without tensors, such as lists of tokens, only once.
     """
 
     def __init__(self) -> None:
@@ -249,7 +249,8 @@ class LeafFinder:
     def find(self, values: Iterable[Any]) -> Leaves:
         """Return all tensors with dimensions, by their places (`1.input_ids`).
 
-        Containers, dataclasses and other objects are searched. Named arguments come as a mapping.
+        Containers, dataclasses and other objects are searched, four levels deep. Named arguments
+        are one mapping among the values.
         """
         found: dict[str, torch.Tensor] = {}
         for place, value in enumerate(values):
@@ -257,7 +258,7 @@ class LeafFinder:
         return found
 
     def _search(self, value: Any, place: str, depth: int, found: dict[str, torch.Tensor]) -> int:
-        """Add the tensors in a value; return the number of values visited."""
+        """Add the tensors in a value to `found`; return the number of values visited."""
         if value is None or type(value) in (int, float, bool, str):
             return 1
         import torch
@@ -279,7 +280,7 @@ class LeafFinder:
 
 
 def find_batch_flag(args: Sequence[str], fed: int, options: Mapping[str, Any]) -> str:
-    """Return the script's flag for its batch size, which has the value `fed`; empty if none.
+    """Return the script's flag for a batch size whose value is `fed`; empty if there is none.
 
     `options` are flags that the script declares, with their defaults.
     """
@@ -316,7 +317,7 @@ def _name(place: str) -> str:
 
 
 def _shape(leaf: torch.Tensor) -> Shape:
-    """Return the shape; of nested tensors only the number of sequences."""
+    """Return the shape of a tensor; of a nested tensor only the number of sequences."""
     return (leaf.size(0),) if leaf.is_nested else tuple(leaf.shape)
 
 
@@ -333,7 +334,7 @@ def _is_of_ids(tensor: torch.Tensor) -> bool:
 
 
 def longest_of(model: Any) -> int:
-    """Return `max_position_embeddings` of a transformers model, wrapped or not; 0 of any other."""
+    """Return a transformers model's `max_position_embeddings`, also if wrapped; 0 if none."""
     for module in model.modules():
         most = getattr(getattr(module, "config", None), "max_position_embeddings", None)
         if isinstance(most, int) and most > 0:

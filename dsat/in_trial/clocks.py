@@ -13,7 +13,7 @@ from dsat.values.outcome import MemoryUse
 
 
 class Clock:
-    """Marks on the host's clock, for devices whose operations are finished when they return."""
+    """Marks on the host's clock, for devices whose operations return only when finished."""
 
     def mark(self) -> Any:
         return time.perf_counter()
@@ -38,16 +38,16 @@ class DeviceClock(Clock):
         return float(begin.elapsed_time(end))
 
 
-_BACK_WITHIN_S = 20.0  # a driver frees the memory of a killed process
+_BACK_WITHIN_S = 20.0  # for the driver to free the memory of a killed process
 _UNCHANGED_FOR_S = 3.0
 _POLL_S = 0.1
-_MAY_BE_HELD = 0.1  # of a device: contexts and what else is small
+_MAY_BE_HELD = 0.1  # of a device's memory, by contexts and other small uses
 
 
 def wait_for_memory(accelerator: Any, index: int) -> None:
-    """Wait while a device regains memory from a process that has ended.
+    """Wait until a CUDA device has regained the memory of processes that have ended.
 
-    Memory that does not return within a few seconds belongs to another program.
+    Give up after 3 s without a change (another program holds the memory), or after 20 s.
     """
     if accelerator.device_name() != "cuda":
         return
@@ -83,7 +83,7 @@ class MemoryWatch:
     """Peaks of the device's allocator and of the resident set, by phase.
 
     Attributes:
-        has_allocator: the device runs beside the host, with memory of its own.
+        has_allocator: whether the device is asynchronous, with memory of its own.
         counts_data: whether allocations on processor cores count against a memory limit.
     """
 
@@ -96,7 +96,7 @@ class MemoryWatch:
         self._peaks: dict[tuple[str, str], int] = {}
 
     def reset(self) -> None:
-        """Begin a phase."""
+        """Reset the peaks at the start of a phase."""
         if self.has_allocator:
             self._accelerator.reset_peak_memory_stats()
         # Linux: writing 5 resets the peak resident set (proc(5), /proc/[pid]/clear_refs).
@@ -104,12 +104,12 @@ class MemoryWatch:
             file.write("5")
 
     def note(self, phase: str) -> None:
-        """End a phase."""
+        """Record the peaks at the end of a phase."""
         for kind, value in self._read().items():
             self._peaks[kind, phase] = max(value, self._peaks.get((kind, phase), 0))
 
     def note_measured_steps(self) -> None:
-        """Add the peak since the last reset to the phase with the largest peak."""
+        """Raise the largest of the phases' peaks to the peak since the last reset, if higher."""
         for kind, value in self._read().items():
             peaks = {key: peak for key, peak in self._peaks.items() if key[0] == kind}
             largest = max(peaks, key=lambda key: peaks[key])
@@ -140,7 +140,7 @@ class MemoryWatch:
     def _data_bytes(self) -> int:
         if self.has_allocator or not self.counts_data:
             return 0
-        # The kernel has the peak of all mappings only.
+        # The kernel records only the peak of all mappings.
         peak = _read_status("VmPeak:") - _read_status("VmSize:") + _read_status("VmData:")
         return max(0, peak - self._before.data_bytes)
 
@@ -172,7 +172,7 @@ class ProcessMemory:
 
 
 def _read_status(key: str) -> int:
-    """Return a size of /proc/self/status in bytes; without it, the peak resident set."""
+    """Return a size in /proc/self/status, in bytes; the peak resident set if it is missing."""
     with open("/proc/self/status") as file:
         for line in file:
             if line.startswith(key):

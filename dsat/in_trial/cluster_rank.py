@@ -1,8 +1,8 @@
 """A trial on a Determined cluster, from inside the user's processes.
 
-The script's first call of a helper of `dsat` attaches to the trial that its hyperparameters name.
-The outcome goes to the master in `dsat_reporting_context`, or to a line in the trial's log where it
-cannot: a rank that is not the chief ran out of memory, or the script failed outside of it.
+The first call of a helper of `dsat` makes the process a rank of the trial that the hyperparameters
+name. `dsat_reporting_context` reports the outcome to the master. If a rank other than the chief
+fails, or the script fails outside of this context, the outcome is a line in the trial's log.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.runner_watch import RunnerWatch
 from dsat.values.outcome import Outcome, OutcomeKind
 
-OUTCOME_KEY = "dsat_outcome"  # of the searcher metric, which is a dict
+OUTCOME_KEY = "dsat_outcome"  # in the searcher metric, which is a dict
 LOG_MARK = "[dsat-outcome] "
-ATTACHED_MARK = "[dsat-attached] "  # the script has come to a call of dsat
-_LONGEST_LINE_BYTES = 4000  # below PIPE_BUF: ranks that share a pipe cannot tear each other's lines
+ATTACHED_MARK = "[dsat-attached] "  # the script has called dsat
+_LONGEST_LINE_BYTES = 4000  # below PIPE_BUF: lines of ranks that share a pipe do not mix
 _WOULD_REPEAT = (
     OutcomeKind.OOM,
     OutcomeKind.HOST_OOM,
@@ -53,16 +53,16 @@ _has_switches = False
 
 def spec_for_hparams(meter: MeterSpec, trial_id: int, runner_id: int) -> dict[str, Any]:
     """Return the value of a trial's hyperparameter `DSAT_TRIAL_KEY`."""
-    # As text, because a master takes a null or a nested value for a hyperparameter of its own.
+    # As text, because a master reads a null or a nested value as another hyperparameter.
     spec = json.dumps(meter.to_json(), separators=(",", ":"))
     return {"id": trial_id, "spec": spec, "runner": runner_id}
 
 
 def attach(hparams: Mapping[str, Any]) -> Task | None:
-    """Return the cluster's trial that this process is a rank of; prepare it at the first call.
+    """Return the cluster's trial that this process is a rank of, prepared at the first call.
 
-    The hyperparameters of the local engine name no such trial. Raises InvalidTrial if a switch can
-    no longer be set.
+    None if the hyperparameters name no trial, as locally. A trial's switches are also set in a
+    full-length training. Raises InvalidTrial if a switch can no longer be set.
     """
     global _attached, _has_switches
     if _attached is None and hparams.get(DSAT_MODE_KEY) and DSAT_TRIAL_KEY in hparams:
@@ -82,7 +82,7 @@ def attach(hparams: Mapping[str, Any]) -> Task | None:
 def _use_switches(hparams: Mapping[str, Any]) -> None:
     """Apply the trial's values of the script's switches.
 
-    Raises InvalidTrial if CUDA has already read its variables.
+    Raises InvalidTrial if one is a CUDA variable and the script has already used CUDA.
     """
     import torch
     from deepspeed.accelerator import get_accelerator
@@ -121,7 +121,7 @@ class Task:
         self._report_completed: Callable[[Any], None] | None = None  # of the chief's operation
 
     def watch(self) -> None:
-        """Report a failure of this process, and end it at the time limit."""
+        """Log the outcome if this process fails or exits; end it at the time limit."""
         TRIAL.on_uncaught = lambda error: self._log(self.measured() or self.failed(error))
         atexit.register(self._report_at_exit)
         timer = threading.Timer(self.meter.spec.options.timeout_s, self._give_up)
@@ -139,7 +139,7 @@ class Task:
         return replace(found, message=f"rank {rank_and_size()[0]}: {found.message}")
 
     def finish(self) -> None:
-        """Use what was measured of a training that ended early; a collective call."""
+        """Complete the measurement of a training that ended early; a collective call."""
         if not self._reported:
             self.meter.finish()
 
@@ -161,7 +161,7 @@ class Task:
     # -- reports
 
     def follow(self, core_context: Any, op: Any, steps_completed: int) -> None:
-        """Report to this context, also if the script completes the operation by itself."""
+        """Report outcomes to a core context, even if the script completes the operation itself."""
         self._core_context, self._steps_completed = core_context, steps_completed
         if core_context.distributed.rank == 0 and self._report_completed is None:
             self._report_completed = op.report_completed
@@ -169,7 +169,7 @@ class Task:
             op.report_completed = lambda searcher_metric: self.report(self.ended())
 
     def report(self, outcome: Outcome) -> None:
-        """Report an outcome as the chief: metrics for the web UI, and the searcher metric."""
+        """Report the chief's first outcome: metrics for the web UI, and the searcher metric."""
         if self._report_completed is None or self._reported:
             return
         metrics = numbers(outcome, measures=self.meter.spec.measures)
@@ -181,19 +181,19 @@ class Task:
         self._reported = True
 
     def stay_until_closed(self) -> None:
-        """Wait until the search runner closed the trial, or is gone."""
+        """After a report, wait as in `RunnerWatch.stay_until_closed`."""
         if self._reported and self.runner is not None:
             self.runner.stay_until_closed()
 
     def report_failure(self, error: BaseException) -> None:
-        """Report a failure that another attempt would repeat."""
+        """Report a failure if another attempt would repeat it."""
         outcome = self.failed(error)
         if outcome.kind in _WOULD_REPEAT:
             self.report(outcome)
             self.stay_until_closed()
 
     def _log(self, outcome: Outcome, *, ended: bool = False) -> None:
-        """Write a line to the trial's log; `ended` if the script came to its own end."""
+        """Write an unreported outcome to the trial's log; `ended`: the script ended by itself."""
         if self._reported:
             return
         self._reported = True
@@ -212,9 +212,9 @@ class Task:
 
 
 def numbers(outcome: Outcome, *, measures: bool = True) -> dict[str, float]:
-    """Return values of an outcome that can be plotted.
+    """Return the numbers of an outcome's metrics; those of its profile if not `measures`.
 
-    A profile omits the searched metric, because it would otherwise rank among the trials.
+    A trial that only profiles omits the searched metric, by which the master would rank it.
     """
     part = outcome.metrics if measures else outcome.profile
     found: dict[str, Any] = {} if part is None else part.to_json()
@@ -222,7 +222,7 @@ def numbers(outcome: Outcome, *, measures: bool = True) -> dict[str, float]:
 
 
 def log_line(outcome: Outcome, *, run: str, ended: bool) -> bytes:
-    """Format an outcome as one line of a log, with the end of its detail."""
+    """Format an outcome as a line of a log, without step times, with the end of its detail."""
     detail = outcome.detail[-_LONGEST_LINE_BYTES:]
     while True:
         short = replace(outcome, detail=detail, step_ms=())
@@ -230,14 +230,14 @@ def log_line(outcome: Outcome, *, run: str, ended: bool) -> bytes:
         line = f"{LOG_MARK}{json.dumps(data, separators=(',', ':'))}\n".encode()
         if len(line) <= _LONGEST_LINE_BYTES or not detail:
             return line
-        # JSON writes a character as at most twelve.
+        # JSON writes a character as at most 12 bytes.
         detail = detail[max(1, (len(line) - _LONGEST_LINE_BYTES) // 12) :]
 
 
 def _report_progress(op: Any) -> None:
     """Make the master show the search's progress.
 
-    It records progress only when a trial reports (0.37, `master/internal/experiment.go`).
+    The master records progress only when a trial reports (0.37, `master/internal/experiment.go`).
     """
     from determined.common.api import errors
 
@@ -248,5 +248,5 @@ def _report_progress(op: Any) -> None:
 
 
 def _allocation() -> str:
-    """Return the ID of this allocation: the master may start the trial again."""
+    """Return the ID of this attempt at the trial; empty outside of a cluster."""
     return os.environ.get("DET_ALLOCATION_ID", "")

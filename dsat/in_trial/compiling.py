@@ -1,4 +1,4 @@
-"""What torch and DeepCompile compile; reads only modules that the script has imported."""
+"""State of compilation by torch and DeepCompile, read from modules that the script imported."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def count_frames() -> int:
 
 
 def uncompiled_parts(module: Any) -> Iterator[Any]:
-    """Yield a module and the parts of it that are neither compiled nor inside a compiled one."""
-    is_compiled = getattr(module, "_compiled_call_impl", None) is not None  # by its own method
+    """Yield a module and its parts, without those that are compiled or inside a compiled one."""
+    is_compiled = getattr(module, "_compiled_call_impl", None) is not None  # by `module.compile()`
     if not (is_compiled or hasattr(module, "_orig_mod")):  # by `torch.compile`
         yield module
         for part in module.children():
@@ -23,10 +23,10 @@ def uncompiled_parts(module: Any) -> Iterator[Any]:
 
 
 def steps_until_planned() -> int:
-    """Return the optimizer step of DeepCompile's last plan; 0 if none is to come.
+    """Return the optimizer step at which DeepCompile compiles last; 0 if it has no more to do.
 
-    It profiles the first steps and compiles again: in stage 3 at the sixth step
-    (deepspeed/compile/init_z3.py and backend.py, 0.19.8).
+    DeepCompile profiles the first steps and compiles again: in stage 3 by default at the sixth
+    step (deepspeed/compile/init_z3.py and backend.py, 0.19.8).
     """
     backend: Any = sys.modules.get("deepspeed.compile.backend")
     plans = getattr(backend, "remaining_schedule", None) or ()

@@ -2,10 +2,10 @@
 
     python3 -m dsat.in_trial.config_check QUESTIONS ANSWERS
 
-reads `{"configs": [{"config": {...}, "whole": bool}], "defaults": [path, ...]}` from a file and
-writes the version, the problems of each configuration, keys that DeepSpeed does not read, and
-its defaults into another. No list of settings is ours: DeepSpeed's models refuse keys and types,
-and the keys that its other readers ask a section for are recorded while they read it.
+reads `{"configs": [{"config": {...}, "whole": bool}], "defaults": [path, ...]}` from one file, and
+writes DeepSpeed's version, the problems and the ignored keys of each configuration, and the
+defaults to another. dsat has no list of settings: DeepSpeed's models refuse unknown keys and wrong
+types, and the keys that DeepSpeed's other readers look up in a section are recorded.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dsat.values.files import write_atomically
 from dsat.values.parallelism import SEQUENCE_SIZE, TENSOR_SIZE
 
 _BATCH: Mapping[str, Any] = {"train_batch_size": 1}
-_BY_HAND = ("value_error", "assertion_error")  # pydantic's types of validators written by hand
-_SLIP = 0.85  # likeness from which on a key that DeepSpeed ignores is taken for a typing error
+_BY_HAND = ("value_error", "assertion_error")  # pydantic's error types of hand-written validators
+_SLIP = 0.85  # least similarity at which an ignored key counts as a typing error
 _MOST_CHARACTERS = 300
 
 
@@ -47,7 +47,7 @@ class Problem:
 
 @dataclass
 class Verdict:
-    """The problems of a configuration, and keys that DeepSpeed ignores, with known ones."""
+    """Problems of a configuration, and its ignored keys, with a suggestion or an empty text."""
 
     problems: list[Problem] = field(default_factory=list)
     ignored: dict[str, str] = field(default_factory=dict)
@@ -57,8 +57,8 @@ class _Section(dict[str, Any]):
     """Mapping that records which keys are read.
 
     Attributes:
-        defaults: by key, the reader's default.
-        is_open: whether a reader took all keys, as models do, which check them.
+        defaults: the keys that were read, with the reader's default; None if there was none.
+        is_open: whether a reader took all keys, as a pydantic model does, which checks them.
     """
 
     def __init__(self, content: Mapping[str, Any]) -> None:
@@ -101,12 +101,12 @@ class _Section(dict[str, Any]):
 def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
     """Check a configuration by DeepSpeed itself; "auto" counts as unset.
 
-    Each key is read alone, to find the place of a problem; then all together, if it is a whole
-    configuration.
+    Each key is parsed alone, to locate problems. If there are none and the configuration is whole,
+    all keys are then parsed together.
     """
     found = Verdict()
     kept = _without_auto(config)
-    refused: dict[str, str] = {}  # the key that is refused by itself, by DeepSpeed's words
+    refused: dict[str, str] = {}  # keys refused when alone, by DeepSpeed's message
     for key, value in kept.items():
         section, error = _read({key: value})
         if error is not None and _is_of_model(error):
@@ -134,7 +134,7 @@ def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
 
 
 def default(path: str) -> Any:
-    """Return the default of a setting; None if JSON cannot represent it."""
+    """Return a setting's default; None if not a bool, number or string. May raise KeyError."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     top, _, rest = path.partition(".")
@@ -151,7 +151,7 @@ def default(path: str) -> Any:
 
 
 def _default_parallelism(path: str) -> int:
-    """Return the default size of a parallelism, 1, if this DeepSpeed supports it."""
+    """Return the default size of a parallelism, 1; KeyError if this DeepSpeed lacks it."""
     package = "sequence_parallel" if path == SEQUENCE_SIZE else "tensor_parallel"
     if importlib.util.find_spec(f"deepspeed.runtime.{package}") is None:
         raise KeyError(path)
@@ -159,7 +159,7 @@ def _default_parallelism(path: str) -> int:
 
 
 def _read(config: Mapping[str, Any]) -> tuple[_Section, Exception | None]:
-    """Parse a configuration by DeepSpeed; return the section with the keys read, and the error."""
+    """Let DeepSpeed parse a configuration; return it with its recorded reads, and any error."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     section = _Section({**config, **_BATCH})
@@ -171,7 +171,7 @@ def _read(config: Mapping[str, Any]) -> tuple[_Section, Exception | None]:
 
 
 def _is_of_model(error: Exception) -> bool:
-    """Return whether a model refuses a key or type, rather than a combination."""
+    """Return whether a pydantic model refused a key or a type, rather than a combination."""
     from pydantic import ValidationError
 
     return isinstance(error, ValidationError) and error.errors()[0]["type"] not in _BY_HAND
@@ -190,7 +190,7 @@ def _problems_of_model(key: str, refusal: Any, version: str) -> Iterator[Problem
 
 
 def _slips(section: _Section, keys: Iterable[str], path: str, version: str) -> Iterator[Problem]:
-    """Yield the ignored keys that nearly are ones that DeepSpeed reads."""
+    """Yield a problem for each ignored key that resembles one that DeepSpeed reads."""
     for key in keys:
         value = dict.get(section, key)
         if key in section.defaults:
@@ -242,7 +242,7 @@ def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(error: Exception) -> str:
-    """Return an error as one line."""
+    """Return an error as one line of at most 300 characters."""
     from pydantic import ValidationError
 
     text = str(error) or type(error).__name__
@@ -255,7 +255,7 @@ def _text(error: Exception) -> str:
 
 
 def main() -> None:
-    """Answer the questions of one file in another."""
+    """Read questions from the first file, and write the answers to the second."""
     logging.disable(logging.WARNING)
     questions, answers = map(Path, sys.argv[1:3])
     asked = json.loads(questions.read_text(encoding="utf-8"))

@@ -1,9 +1,9 @@
-"""Injection of a trial's configuration into the script: `deepspeed.initialize`, wrapped.
+"""Injection of a trial's configuration into the script's calls of `deepspeed.initialize`.
 
 Many scripts build their configuration in code, or read a file that no argument names. The
-configuration that the script passes is left alone if it agrees with the trial, as a file of the
-trial's own does that the Hugging Face libraries have completed, and is replaced otherwise. The
-wrapper knows the signatures of deepspeed 0.14 to 0.19.
+configuration that the script passes is kept if it agrees with the trial: for example, if it is the
+trial's file, completed by the Hugging Face libraries. Otherwise it is replaced, or kept for another
+model (`install`). Names of arguments are those of deepspeed 0.14 to 0.19.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SEVERAL_ENGINES = (
 class Passed:
     """The configuration in a call of `deepspeed.initialize`.
 
-    `name` is the argument, or the attribute of the argument `args`, that holds it; `content` is the
-    very object, if it was passed as a dict.
+    `name` is the argument that holds it, or the attribute of the argument `args`; `content` is the
+    script's own dict if it passed a dict, else the content of its file.
     """
 
     name: str
@@ -39,11 +39,11 @@ class Passed:
 
 
 def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path) -> None:
-    """Make engines that train use a trial's configuration, which the file holds.
+    """Make engines that train use a trial's configuration; `path` is the file that holds it.
 
-    A configuration that has all `overrides` is kept. A second engine with another configuration
-    than the first keeps its own: it is another model's, and only one is tuned. If its batch sizes
-    are those of the first, it gets the trial's, since both are fed the same micro batches.
+    A configuration that has all `overrides` is kept. A later engine with another configuration than
+    the first keeps its own: it is another model's, and only one is tuned. If its batch sizes are
+    the first one's, they become the trial's, since both are fed the same micro batches.
     """
     first: list[dict[str, Any]] = []
 
@@ -69,13 +69,14 @@ def replace(
 ) -> None:
     """Replace the configuration that a call passes by the trial's.
 
-    Its "auto" values are taken from the old one.
+    The trial's "auto" values are filled in from the replaced configuration, unless that is a file
+    in `args`.
     """
     if passed.name == _BY_ATTRIBUTE:
         arguments["args"].deepspeed_config = str(path)
         return
     wanted = ds_config.fill_in_auto(config, passed.content)
-    # In place: the script may yet read its batch size from there.
+    # In place: the script may still read its batch size from there.
     passed.content.clear()
     passed.content.update(wanted)
     arguments[passed.name] = passed.content
@@ -84,7 +85,7 @@ def replace(
 def agrees(config: Mapping[str, Any], overrides: Mapping[str, Any], *, but_for: Any = None) -> bool:
     """Return whether a configuration has every setting of `overrides`, section by section.
 
-    A value equal to `but_for`, such as "auto", agrees with any.
+    A value equal to `but_for`, such as "auto", agrees with any; None in `overrides` does too.
     """
     for key, wanted in overrides.items():
         value = config.get(key)
@@ -99,9 +100,9 @@ def agrees(config: Mapping[str, Any], overrides: Mapping[str, Any], *, but_for: 
 def passed_config(arguments: Mapping[str, Any]) -> Passed | None:
     """Return the configuration in the arguments of `deepspeed.initialize`.
 
-    None if there is none, if there are two (DeepSpeed refuses that), or if it cannot be read.
+    None if there is none, if it is unreadable, or if `args` has another one (DeepSpeed refuses it).
     """
-    # Of two arguments DeepSpeed takes the first and ignores the other.
+    # DeepSpeed uses `config` and ignores `config_params` beside it.
     found = [(name, arguments[name]) for name in _BY_ARGUMENT if arguments.get(name) is not None]
     of_args = getattr(arguments.get("args"), _BY_ATTRIBUTE, None)
     if bool(found) == (of_args is not None):
@@ -114,7 +115,7 @@ def passed_config(arguments: Mapping[str, Any]) -> Passed | None:
 def drop_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of `deepspeed.initialize` without a configuration.
 
-    DeepSpeed writes the rank into the script's own `args`, which stay unchanged otherwise.
+    The script's own `args` keep theirs, and still get the rank that DeepSpeed writes to `args`.
     """
     found = {name: value for name, value in arguments.items() if name not in _BY_ARGUMENT}
     if getattr(found.get("args"), _BY_ATTRIBUTE, None) is not None:
@@ -123,7 +124,7 @@ def drop_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _WithoutConfig:
-    """A script's `args` without their configuration; what is set here is set on them."""
+    """View of a script's `args` without the configuration; attributes are set on the original."""
 
     def __init__(self, args: Any) -> None:
         self.__dict__.update({"_args": args, _BY_ATTRIBUTE: None})
@@ -136,19 +137,19 @@ class _WithoutConfig:
 
 
 def shared_sequences(arguments: Mapping[str, Any]) -> int:
-    """Return how many ranks share a sequence: accelerate and Ulysses pass groups of ranks."""
+    """Return how many ranks share a sequence, from the `mpu` or `mesh_param` that is passed."""
     mpu: Any = arguments.get("mpu")
-    mesh = arguments.get("mesh_param")  # data, sequence parallel
+    mesh = arguments.get("mesh_param")  # data-parallel and sequence-parallel size
     if hasattr(mpu, "get_sequence_parallel_world_size"):
         return int(mpu.get_sequence_parallel_world_size())
     return int(mesh[1]) if mesh else 1
 
 
 def trained_config(arguments: Mapping[str, Any]) -> Passed | None:
-    """Return `passed_config`, if the engine gets an optimizer to train with.
+    """Return the `passed_config` of an engine with an optimizer to train with; else None.
 
-    A reference model gets none. accelerate names what its engine trains; a model beside it may
-    share its configuration, section `optimizer` included (TRL's `prepare_deepspeed`).
+    A reference model gets none. With accelerate, the section `optimizer` is no sign of training: a
+    reference model may share the configuration (TRL's `prepare_deepspeed`).
     """
     passed = passed_config(arguments)
     if passed is None or _names_what_to_train(arguments):
@@ -161,7 +162,7 @@ def accelerate_makes_engines() -> bool:
     """Return whether the script uses accelerate with DeepSpeed, as the Trainer does."""
     state: Any = sys.modules.get("accelerate.state")
     shared = {} if state is None else state.AcceleratorState._shared_state
-    # Below accelerate 1.2 there is only one.
+    # accelerate below 1.2 has a single plugin.
     return bool(shared.get("deepspeed_plugins") or shared.get("deepspeed_plugin"))
 
 

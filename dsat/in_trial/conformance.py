@@ -1,4 +1,4 @@
-"""Checks that a script does what its trial's configuration says."""
+"""Checks that a script uses the configuration of its trial."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def check_arguments(arguments: Mapping[str, Any], slots: int) -> None:
     """Check the arguments of `deepspeed.initialize`, before DeepSpeed fails less clearly.
 
     Raises:
-        InvalidTrial: there is another number of ranks than slots (0 if that is not known yet), or
-            the script divides them in ways that no setting of DeepSpeed names.
+        InvalidTrial: the number of ranks differs from `slots` (unless it is 0, unknown), the model
+            is a PipelineModule, or ranks share samples by an mpu of the script's own.
     """
     _, ranks = rank_and_size()
     if slots and ranks != slots:
@@ -47,7 +47,7 @@ def check_arguments(arguments: Mapping[str, Any], slots: int) -> None:
 
 
 def check_engine(engine: Any, spec: MeterSpec) -> None:
-    """Raise InvalidTrial if an engine has other settings than its trial."""
+    """Raise InvalidTrial if an engine's batch, stage or parallelism differs from its trial's."""
     micro_batch = engine.train_micro_batch_size_per_gpu()
     found = {
         "train_micro_batch_size_per_gpu": (micro_batch, spec.micro_batch),

@@ -1,4 +1,4 @@
-"""Classification of the exceptions that end a trial, wherever it runs."""
+"""Classification and description of the exceptions that end a trial."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from dsat.errors import Diverged, DsatError, InvalidTrial
 from dsat.values import format as fmt
 from dsat.values.outcome import Outcome, OutcomeKind
 
-# Parts of the messages of a RuntimeError or a log, in lower case, in the order in which they are
-# looked for. Sources: torch (c10/core/impl/alloc_cpu.cpp, c10/cuda/CUDAException.cpp), the CUDA and
+# Parts of the message of a RuntimeError or of a log, in lower case.
+# Sources: torch (c10/core/impl/alloc_cpu.cpp, c10/cuda/CUDAException.cpp), the CUDA and
 # HIP runtimes, NCCL's allocations, Triton, TransformerEngine, bitsandbytes and the CUDA libraries.
 _HOST_OUT_OF_MEMORY = (  # pinned memory is the host's
     "failed to cuda host alloc",
@@ -47,28 +47,28 @@ _OUT_OF_MEMORY = (
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
 )
-# The slot's own memory where slots are processor cores, the host's beside a device.
+# The slot's memory if slots are processor cores, otherwise the host's.
 _CPU_OUT_OF_MEMORY = (
     "defaultcpuallocator: can't allocate memory",
     "defaultcpuallocator: not enough memory",
     "std::bad_alloc",
 )
-# cuBLAS makes its handle, and cuDNN finds a kernel, only with memory left; but they may also fail
-# for another reason.
+# cuBLAS needs memory to make its handle, and cuDNN to find a kernel; but both may also fail for
+# another reason.
 _FOR_WANT_OF_MEMORY = (
     "cublas_status_not_initialized",
     "unable to find an engine to execute this computation",
     "unable to find a valid cudnn algorithm to run convolution",
 )
-_FREE_FRACTION = 0.03  # of the device that is left
+_FREE_FRACTION = 0.03  # of a device's memory; with less, it counts as full
 
 INSIDE_DSAT = "an error inside dsat, not of your script"
-# Errors of a device's earlier work or of another rank surface wherever they are waited for; a port
-# is another program's.
+# Errors of earlier work on a device or of another rank, which surface at any later wait; or a port
+# that another program uses.
 _FROM_ELSEWHERE = ("cuda error", "hip error", "nccl", "gloo", "address already in use")
-# Where the message says it all, and a traceback would only lead into dsat.
+# Kinds with a sufficient message; a traceback would only lead into dsat.
 _SELF_EXPLANATORY = (OutcomeKind.INVALID, OutcomeKind.DIVERGED)
-# What to do about errors of DeepSpeed, by patterns of their messages.
+# Advice on errors, by patterns of their messages (`_ADVICE`).
 _SAME_FOLDER = "All trials run in the same folder: let the script accept what an earlier one made"
 # As a Trainer computes them (transformers/integrations/deepspeed.py, `trainer_config_finalize`).
 _AUTO = (
@@ -80,15 +80,15 @@ _ADVICE = {
     "has neither `hidden_size` nor": _AUTO,
     "input_value='auto'": _AUTO,
     "exists and is not empty": _SAME_FOLDER,
-    # Of int(), float(), and the optimizers' operators.
+    # From int(), float(), and the optimizers' operators.
     r": 'auto'|(?s:incompatible function arguments.*'auto')": (
         'Only the Trainer and accelerate replace "auto" in a configuration: write the value'
     ),
 }
-unwritten: set[Path] = set()  # files that the script takes for written
+unwritten: set[Path] = set()  # files that the script believes it has written
 _DSAT = f"{Path(__file__).parents[1]}{os.sep}"
-# Modules of dsat through which an error of the script or a library comes: calls of an adapted
-# function, ranks, which run the script, the modes of simulations, and functions that scripts call.
+# Modules of dsat that pass on errors of the script or a library: calls of adapted functions, ranks
+# (which run the script), functions that scripts call, and simulations.
 _TRANSPARENT = tuple(
     f"{_DSAT}{name}"
     for name in (
@@ -108,7 +108,7 @@ def classify(error: BaseException) -> OutcomeKind:
     chain = list(_chain(error))
     if any(isinstance(link, Diverged) for link in chain):
         return OutcomeKind.DIVERGED
-    # determined.InvalidHP by name: a script's own refusal.
+    # determined.InvalidHP, by name: a script refuses its hyperparameters.
     if any(isinstance(link, InvalidTrial) or type(link).__name__ == "InvalidHP" for link in chain):
         return OutcomeKind.INVALID
     kinds = (_memory_kind(link) for link in chain)
@@ -128,7 +128,7 @@ def outcome(error: BaseException) -> Outcome:
 
 
 def message(error: BaseException) -> str:
-    """Describe an exception in one line. An error of dsat is named as such."""
+    """Describe an exception in a line, with advice if there is any; mark errors inside dsat."""
     for link in _chain(error):
         if isinstance(link, (Diverged, InvalidTrial)):
             return str(link)
@@ -151,7 +151,7 @@ def message(error: BaseException) -> str:
 
 
 def classify_text(text: str) -> OutcomeKind:
-    """Classify the log of a process that reported no exception."""
+    """Classify the end of a process that reported no exception, by its log."""
     text = text.lower()
     if _has(text, _HOST_OUT_OF_MEMORY):
         return OutcomeKind.HOST_OOM
@@ -180,9 +180,9 @@ def user_traceback(error: BaseException) -> str:
 
 
 def _is_of_dsat(error: BaseException) -> bool:
-    """Return whether an unclassified error is dsat's own, not of a call that it forwarded.
+    """Return whether an error of kind ERROR is dsat's own, not one of a call that dsat forwarded.
 
-    The innermost frame of dsat or the script decides: a library fails for its caller.
+    The innermost frame of dsat or the script decides: errors in libraries count as their caller's.
     """
     if isinstance(error, (SystemExit, KeyboardInterrupt, DsatError)):
         return False
@@ -216,7 +216,7 @@ def _memory_kind(error: BaseException) -> OutcomeKind | None:
     if _has(text, _CPU_OUT_OF_MEMORY):
         return of_cpu
     if _has(text, _OUT_OF_MEMORY):
-        # A failed cudaHostAlloc says no more than this; its traceback does.
+        # The message of a failed cudaHostAlloc is the same; only its traceback differs.
         pinning = "pin_memory" in "".join(traceback.format_tb(error.__traceback__))
         return OutcomeKind.HOST_OOM if pinning else OutcomeKind.OOM
     if _has(text, _FOR_WANT_OF_MEMORY) and _is_nearly_full():
@@ -234,7 +234,7 @@ def _uses_cuda() -> bool:
 
 
 def _is_nearly_full() -> bool:
-    """Return whether the device has no memory left, neither free nor cached by torch."""
+    """Return whether a CUDA device has almost no memory left, neither free nor in torch's cache."""
     if not _uses_cuda():
         return False
     torch = sys.modules["torch"]

@@ -1,8 +1,8 @@
 """The norm of the gradients of the first optimizer step, before clipping.
 
-DeepSpeed's optimizers keep it in stages 1 to 3, also offloaded. In stage 0 it is computed, once:
-DeepSpeed does not know it there in fp32, and 0.17.6 to 0.18.5 report it wrongly in bf16. Nothing is
-synchronised inside a step.
+DeepSpeed's optimizers keep the norm in stages 1 to 3, also offloaded, and with fp16. Otherwise dsat
+computes it: in stage 0, DeepSpeed has no norm in fp32, and 0.17.6 to 0.18.5 report a wrong one in
+bf16. Nothing is synchronised inside a step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 
 class GradientNorm:
-    """Norm of the first step's gradients of an engine."""
+    """Norm of the gradients in the first step of an engine; None unless `is_known`."""
 
     def __init__(self, engine: Any, *, is_known: bool) -> None:
         self._engine = engine
@@ -20,7 +20,7 @@ class GradientNorm:
         self._is_over = not is_known
 
     def before_step(self) -> None:
-        """Compute the norm in stage 0, before the step clears the gradients."""
+        """Compute the norm in stage 0 without fp16, before the step clears the gradients."""
         engine = self._engine
         if self._is_over or engine.zero_optimization_stage() > 0 or engine.fp16_enabled():
             return
@@ -28,7 +28,7 @@ class GradientNorm:
             self._norm = _total_norm(engine.module.parameters())
 
     def after_step(self, *, skipped: bool) -> None:
-        """Read the norm that DeepSpeed computed in the step."""
+        """Read DeepSpeed's norm, if none was computed before; a skipped step has no norm."""
         if self._is_over:
             return
         self._is_over = True
@@ -38,12 +38,12 @@ class GradientNorm:
             self._norm = self._engine.get_global_grad_norm()
 
     def _is_misreported(self) -> bool:
-        """Return whether DeepSpeed reports a norm scaled for fp16, which is not in use."""
+        """Return whether DeepSpeed reports a norm scaled as for fp16, although fp16 is off."""
         scale = getattr(self._engine.optimizer, "cur_scale", 1.0)
         return scale != 1.0 and not self._engine.fp16_enabled()
 
     def value(self) -> float | None:
-        """Return the norm; waits for the device."""
+        """Return the norm, None if unknown; waits for the device."""
         norm = None if self._norm is None else float(self._norm)
         # DeepSpeed has 0 where it was not computed, and -1 after an overflow.
         return norm if norm is not None and math.isfinite(norm) and norm > 0 else None

@@ -1,9 +1,9 @@
 """Hook that every Python process of the user's command runs first.
 
-A copy of this file is `sitecustomize.py` in a folder in front of `PYTHONPATH`. It gives the script
-the arguments of the trial. If the process imports DeepSpeed, `dsat.in_trial.rank` prepares it to be
-a rank. dsat itself is found by `PYTHONPATH` as well, in a folder that holds nothing else of the
-environment in which it is installed.
+A copy of this file is `sitecustomize.py` in the first folder of `PYTHONPATH`. It gives the script
+the trial's arguments and variables, and installs the adapters. When the process imports DeepSpeed
+or transformers, `dsat.in_trial.rank` prepares it to be a rank. Another folder of `PYTHONPATH` holds
+dsat, and nothing else of the environment in which dsat is installed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 TRIAL_VARIABLE = "DSAT_TRIAL_DIR"  # the trial's folder
 RUN_VARIABLE = "DSAT_RUN_DIR"  # the run's folder; in all processes that dsat starts
 OWNER_VARIABLE = "DSAT_OWNER"  # the process of dsat that started this one
-RANK_VARIABLE = "DSAT_RANK_PID"  # the process that is a rank; none if a command starts the ranks
+RANK_VARIABLE = "DSAT_RANK_PID"  # ID of the process that is a rank; unset if a command starts them
 HOOK_FOLDER, SPARE_FOLDER = "hook", "spare"  # the second holds packages that may be missing
 CHANGES_FILE = "command.json"  # of the trial: arguments and variables that differ from the user's
 _LOCAL_RANK = ("--local_rank=", "--local-rank=")  # of DeepSpeed's launcher and torch's older one
@@ -46,7 +46,7 @@ class _Process:
     def change_arguments(self) -> None:
         """Replace the first run's arguments and variables by the trial's."""
         path = self._folder / CHANGES_FILE
-        if not path.exists():  # it was started with them, or is as the user has it
+        if not path.exists():  # the process was started as it should be
             return
         changes = json.loads(path.read_text(encoding="utf-8"))
         seen, wanted = changes["args"]
@@ -61,17 +61,17 @@ class _Process:
             os.environ.update(wanted)
 
     def watch(self) -> None:
-        """Install the adapters, before other modules bind the functions; prepare and end a rank."""
+        """Install the adapters, before other modules bind functions; register start and end."""
         import wrapt
 
         from dsat.in_trial.adapters import install
         from dsat.in_trial.adapters.trial import TRIAL
 
         install.begin(self._folder)
-        names = ["deepspeed", "transformers"]  # its lazy package, before any module that is adapted
+        names = ["deepspeed", "transformers"]  # its lazy package precedes all adapted modules
         if self._is_rank:
             names.append("determined")  # whose harness imports the script later
-            # It may end before it imports DeepSpeed.
+            # A rank may end before it imports DeepSpeed.
             TRIAL.on_uncaught = lambda error: self._this_rank().fail(error)
             atexit.register(lambda: self._this_rank().finish())
         for name in names:
@@ -110,7 +110,7 @@ def _run_hidden_sitecustomize() -> None:
 
 if __name__ == "sitecustomize":
     sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), SPARE_FOLDER))
-    # Another program's Python may be older than dsat can be.
+    # Another program's Python may be older than dsat supports.
     if TRIAL_VARIABLE in os.environ and sys.version_info >= (3, 10):
         _process = _Process(Path(os.environ[TRIAL_VARIABLE]))
         _process.change_arguments()

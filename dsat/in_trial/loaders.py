@@ -1,6 +1,6 @@
-"""PyTorch's data loaders: time spent waiting for them, batches in advance, and samples.
+"""PyTorch's data loaders: time spent waiting for them, batches prepared in advance, and samples.
 
-As long as a loader feeds from what its workers made in advance, a script looks faster than it is.
+While a loader returns batches that its workers prepared before, a script looks faster than it is.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-# What is known of a loader: the batch size, and the most samples of an epoch on this rank.
+# Batch size of a loader, and an upper bound on its samples per epoch on this rank.
 Kind = tuple[int, int]
 _in_store = 0
 _waited_s = 0.0
@@ -19,12 +19,12 @@ _read: Counter[Kind] = Counter()  # batches, since the training's engine was mad
 
 
 def begin_epoch(loader: Any, iterator: Any) -> None:
-    """Count an epoch of a loader, by its iterator, and the batches that it prepares in advance."""
+    """Count an epoch of a loader; note how many batches the loader prepares in advance."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     global _in_store
     _in_store = max(_in_store, loader.num_workers * (loader.prefetch_factor or 0))
-    if "dsat_kind" not in loader.__dict__:  # to ask a script's own sampler may cost much
+    if "dsat_kind" not in loader.__dict__:  # a script's own sampler may be slow to ask
         loader.dsat_kind = _kind_of(loader.batch_sampler)
     if loader.dsat_kind is not None:
         _begun[loader.dsat_kind] += 1
@@ -33,7 +33,7 @@ def begin_epoch(loader: Any, iterator: Any) -> None:
 
 
 def wait_for_batch(iterator: Any, get: Callable[[], Any]) -> Any:
-    """Return the next batch of an iterator; count it, and the time that it takes."""
+    """Return the next batch of an iterator; count the batch, and the time that it takes."""
     global _waited_s
     begin = time.perf_counter()
     try:
@@ -46,7 +46,7 @@ def wait_for_batch(iterator: Any, get: Callable[[], Any]) -> Any:
 
 
 def batches_in_store() -> int:
-    """Return the largest number of batches that a loader prepared in advance."""
+    """Return the largest number of batches that any loader prepares in advance."""
     return _in_store
 
 
@@ -56,23 +56,23 @@ def waited_s() -> float:
 
 
 def begin_training() -> None:
-    """Start counting batches for the training, whose engine now exists."""
+    """Restart the count of batches, since the engine to train with now exists."""
     _read.clear()
 
 
 def samples(batch_size: int, micro_steps: int) -> tuple[int | None, int]:
-    """Return the samples that the training's loader has on this rank, at most.
+    """Return upper bounds on the samples of the training's loader on this rank.
 
-    A loader may give each micro step a multiple of its samples, of which the script takes a part:
-    those of the whole optimizer step (TRL's GRPO, `GRPOTrainer.get_train_dataloader`).
+    A loader may load a multiple of the micro batch in each micro step, of which the script uses one
+    part: TRL's GRPO loads a whole optimizer step (`GRPOTrainer.get_train_dataloader`).
 
     Args:
-        batch_size: of the training.
-        micro_steps: that it made; fewer where steps at the end of an epoch were short.
+        batch_size: the micro batch.
+        micro_steps: micro steps so far, at most; steps at the end of an epoch may have had fewer.
 
     Returns:
-        Those that micro steps take of an epoch, and all of the epochs that were begun; None and 0
-        if no loader of known length has fed most of the steps.
+        The samples of an epoch that micro steps use, and all samples of the epochs begun so far;
+        None and 0 if no loader of known length loaded batches for at least half of the micro steps.
     """
     of_epoch, of_all = 0, 0
     for (size, most), epochs in _begun.items():
@@ -83,14 +83,14 @@ def samples(batch_size: int, micro_steps: int) -> tuple[int | None, int]:
 
 
 def _kind_of(batch_sampler: Any) -> Kind | None:
-    """Return batch size and number of samples of a loader; None if it has no length."""
+    """Return the kind of a loader with a batch sampler; None if the sampler has no length."""
     from torch.utils.data import BatchSampler
 
     size: Any = getattr(batch_sampler, "batch_size", None)
     try:
         most = (len(batch_sampler) + 1) * size
-        if type(batch_sampler) is BatchSampler:  # others share out or repeat their samples
+        if type(batch_sampler) is BatchSampler:  # other classes distribute or repeat samples
             most = min(most, len(batch_sampler.sampler))  # type: ignore[arg-type]
-    except Exception:  # of any kind: torch does not ask for it
+    except Exception:  # any error: torch itself needs no length
         return None
     return size, most

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 ADDRESS = "127.0.0.1"
-# Which interface torch's backends meet on. By themselves gloo takes the one that the host's name
-# stands for, and NCCL any that is not loopback.
+# Variables that make torch's backends use loopback. By default gloo uses the interface of the
+# host's name, and NCCL any interface but loopback.
 INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 _BACKLOG = 1024
 _POSITIONAL = ("host_name", "port", "world_size", "is_master", "timeout")  # in torch up to 2.6
@@ -19,9 +19,9 @@ _ANY_PORT = 9
 
 
 def choose_interface() -> None:
-    """Make gloo use the interface that leads to rank 0, if that is on another host.
+    """Make gloo use the interface that leads to rank 0's address, unless that is loopback.
 
-    By default it uses that of the host's own name, which in some /etc/hosts is loopback.
+    By default gloo uses the interface of the host's name, which some /etc/hosts map to loopback.
     """
     master = os.environ.get("MASTER_ADDR", ADDRESS)
     if not is_loopback(master) and (name := interface_to(master)):
@@ -29,10 +29,10 @@ def choose_interface() -> None:
 
 
 def open_store(make: Callable[..., Any], args: Any, options: dict[str, Any]) -> Any:
-    """Make a store that listens on loopback only, if the other ranks look for it there.
+    """Make a `TCPStore`, which listens on loopback only if its address is a loopback address.
 
-    torch's own listens on all interfaces (torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp),
-    but accepts a socket that already listens.
+    By default it listens on all interfaces (torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp),
+    but it accepts a socket that already listens.
     """
     options = {**options, **dict(zip(_POSITIONAL, args, strict=False))}
     host, port = options.get("host_name"), options.get("port")
@@ -69,7 +69,7 @@ def own_address(other: str) -> str:
 
 
 def is_loopback(host: Any) -> bool:
-    """Return whether an address is of the loopback interface."""
+    """Return whether an IP address is of the loopback interface; False for a host's name."""
     try:
         return ipaddress.ip_address(str(host)).is_loopback
     except ValueError:

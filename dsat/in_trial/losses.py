@@ -20,8 +20,8 @@ from dsat.values.outcome import TrainingCurve
 from dsat.values.parallelism import DATA_ONLY
 
 FIRST_STEPS, LAST_STEPS = 32, 8  # kept of a curve
-_LOST_STEPS = 3  # skipped in a row without a finite loss: one overflow is an accident
-_DIGITS = 9  # that tell a float32 apart from its neighbours
+_LOST_STEPS = 3  # in a row without a finite loss end the trial; a single overflow does not
+_DIGITS = 9  # that distinguish neighbouring float32 values
 
 _WHAT_TO_DO = (
     "Lower the learning rate or lengthen its warm-up, and train in bf16 rather than fp16; if your "
@@ -44,17 +44,17 @@ class _Step:
 
 
 class LossWatch:
-    """Records the losses of `engine.backward(loss)`, or of the script's own `loss.backward()`."""
+    """Recorder of the losses of `engine.backward(loss)` or the script's own `loss.backward()`."""
 
     def __init__(self, engine: Any, spec: MeterSpec) -> None:
         self._engine = engine
-        # Where each rank has the whole model, or an equal share of each parameter.
+        # Known if each rank has the whole model, or an equal share of each parameter.
         self._gradients = GradientNorm(engine, is_known=spec.parallelism == DATA_ONLY)
-        # Samples of the first loss, to recognise one over pairs; 0 once that is done.
+        # The micro batch until the first loss is checked for pairs of samples; then 0.
         self._micro_batch = spec.micro_batch if spec.profile else 0
         self._compares_samples = False
         self._ignoring = 0
-        self._scaled: tuple[Any, Any] = (None, None)  # a loss that fp16 has scaled, and itself
+        self._scaled: tuple[Any, Any] = (None, None)  # a loss as scaled for fp16, and unscaled
         self._sum: Any = None
         self.count = 0  # losses since the last optimizer step
         self._steps: list[_Step] = []
@@ -69,7 +69,7 @@ class LossWatch:
 
     @contextlib.contextmanager
     def ignored(self) -> Iterator[None]:
-        """Ignore losses inside: they are known, or another engine's."""
+        """Ignore losses in this context: they are recorded already, or another engine's."""
         self._ignoring += 1
         try:
             yield
@@ -80,7 +80,7 @@ class LossWatch:
         """Record the loss of a backward pass that the script started."""
         import torch
 
-        # A checkpoint has a backward pass of its own inside of one.
+        # Activation checkpointing runs a backward pass inside of the backward pass.
         if self._ignoring or not is_training(self._engine) or is_in_backward():
             return
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ()):
@@ -89,12 +89,12 @@ class LossWatch:
         self._scaled = (None, None)
 
     def note_scaled_loss(self, engine: Any, scaled: Any, loss: Any) -> None:
-        """Remember which loss an engine has scaled."""
+        """Record a loss of the measured engine, as scaled for fp16 and unscaled."""
         if engine is self._engine:
             self._scaled = (scaled, loss)
 
     def begin_step(self) -> None:
-        """Read gradients before the engine's `step`, which may clear them."""
+        """Compute the gradient norm before the engine's `step`, which may clear the gradients."""
         self._gradients.before_step()
 
     def end_step(self, *, micro_steps: int, applied: bool) -> None:
@@ -103,7 +103,7 @@ class LossWatch:
         self._gradients.after_step(skipped=not applied)
 
     def read(self, mean_over_ranks: Callable[[list[float]], list[float]]) -> None:
-        """Read the losses of new steps; a collective call."""
+        """Read the losses of new steps, a collective call; raises Diverged if they diverge."""
         new = self._steps[self._num_read :]
         if not new:
             return
@@ -133,7 +133,7 @@ class LossWatch:
         )
 
     def _check(self) -> None:
-        """Raise Diverged if a step used a loss that is not finite, or several were skipped."""
+        """Raise Diverged if the loss of an applied step, or of the last three, is not finite."""
         known = [(i, step) for i, step in enumerate(self._steps, 1) if step.loss is not None]
         latest = [step.loss for _, step in known[-_LOST_STEPS:]]
         lost = len(latest) == _LOST_STEPS and not any(map(math.isfinite, latest))
@@ -160,7 +160,7 @@ class LossWatch:
 
 
 def is_training(engine: Any) -> bool:
-    """Return whether a call of an engine's model is training."""
+    """Return whether a call of an engine's model at this moment is part of training."""
     import torch
 
     return bool(torch.is_grad_enabled() and engine.training)
@@ -174,7 +174,7 @@ def is_in_backward() -> bool:
 
 
 def _numbers(values: Sequence[Any]) -> list[float | None]:
-    """Return scalar tensors or None as floats; waits for the device once."""
+    """Convert scalar tensors to floats, and keep None; waits for the device once."""
     import torch
 
     tensors = [value for value in values if value is not None]

@@ -20,9 +20,9 @@ from dsat.values.objective import Objective
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind, StepFacts
 from dsat.values.trial import FEWEST_MAY_TAKE
 
-MORE_WHILE_COMPILING = 10  # steps beyond the most, if torch compiled in all of them
+MORE_WHILE_COMPILING = 10  # steps beyond the maximum, if torch compiled in all
 LONGEST_STORE_S = 60.0  # of warm-up, until the batches that data loaders have prepared are used up
-_WAITS = 0.03  # of a step; where less is spent on waiting for data, workers can gain no more
+_WAITS = 0.03  # of a step; if waiting for data takes less, more workers gain nothing
 CHECK_SKIPPED_EVERY = 5  # skipped steps between two checks of the losses
 
 CONSTANT_ACCUMULATION = (
@@ -68,7 +68,8 @@ class Measurement:
     """Measurement of one engine; makes the same decisions on all ranks.
 
     Attributes:
-        outcome: measurement so far; equal on all ranks except for warnings and profile.
+        outcome: measurement so far, None before the first check; equal on all ranks except for
+            warnings and profile.
         is_complete: whether nothing more needs to be measured.
         steps_seen: optimizer steps of the script, including skipped ones.
     """
@@ -93,13 +94,10 @@ class Measurement:
         self._fewest = spec.options.end_step - spec.options.start_step + 1
         self._next_check = self._fewest
         self._steps: list[StepMarks] = []
-        self._early: deque[StepMarks] = deque()  # the last steps before the first that is measured
+        self._early: deque[StepMarks] = deque()  # the last steps before the first measured one
 
     def take(self, marks: StepMarks, skipped: bool) -> None:
-        """Process a finished optimizer step.
-
-        `skipped`: fp16 skipped it, so it was cheaper than a real one.
-        """
+        """Process a finished optimizer step; `skipped`: fp16 skipped it, so it was cheaper."""
         self.steps_seen += 1
         marks.number = self.steps_seen
         if skipped:
@@ -107,7 +105,7 @@ class Measurement:
             return
         spec, applied = self._spec, self.steps_seen - self._skipped
         start = spec.options.start_step
-        # Only a step that was made tells how many the warm-up needs.
+        # The duration of a step that was not skipped decides how many steps the warm-up needs.
         if applied == max(start - 1, 1) and spec.measures:
             self._plan_warm_up(marks, applied)
         if start <= applied < self._first_measured:
@@ -121,8 +119,7 @@ class Measurement:
     def finish(self) -> None:
         """Use the last steps of a script that ended before its device was warm.
 
-        Does nothing if something was measured, or if too few steps were made. If called, it is
-        called on all ranks.
+        Does nothing if something was measured, or if too few steps were made. A collective call.
         """
         if self.outcome is not None or not self._spec.measures:
             return
@@ -159,7 +156,7 @@ class Measurement:
         self._recorder.restart()
 
     def _missing_warm_up(self, marks: StepMarks, applied: int, last_ms: float) -> int:
-        """Return remaining steps until data loaders, DeepCompile and device are steady."""
+        """Return the remaining steps until data loaders, DeepCompile and the device are steady."""
         prepared = loaders.batches_in_store()
         in_store = math.ceil(prepared / max(1, marks.micro_steps))
         used_up = int(LONGEST_STORE_S * 1e3 / max(last_ms, 1e-3))
@@ -175,10 +172,10 @@ class Measurement:
         return min(max(0, math.ceil(steps)), MAX_EXTRA_STEPS)
 
     def _affordable(self, wanted: int, step_s: float) -> int:
-        """Return how many of the wanted steps may be measured, at least one.
+        """Return how many of the wanted steps the time limit allows, at least one.
 
-        The fewest may take three times the limit, since one or two steps give no confidence
-        interval.
+        The minimum number of steps may take three times the limit, since one or two steps give no
+        confidence interval.
         """
         longest_s = self._spec.longest_s
         if longest_s is None or wanted * step_s <= longest_s:
@@ -187,7 +184,7 @@ class Measurement:
         return max(int(longest_s / step_s), fewest, 1)
 
     def _next_check_after(self, usable: int, measured_s: float, metrics: Metrics) -> int | None:
-        """Return the number of steps before the next check; None if these are enough."""
+        """Return the total number of steps before the next check; None if there are enough."""
         seen, step_s = len(self._steps), measured_s / usable
         most = self._affordable(self._spec.options.max_steps, step_s)
         limit = most + MAX_EXTRA_STEPS
@@ -200,11 +197,11 @@ class Measurement:
             return None
         ci95 = math.inf if usable < 3 else metrics.ci95
         wanted = max(steps_wanted(usable, ci95, most), usable + missing)
-        # Steps that were not full are made up for.
+        # Unusable steps are replaced.
         return min(limit, seen + max(1, wanted - usable))
 
     def _is_beaten(self, metrics: Metrics) -> bool:
-        """Return whether even the better end of the interval misses the best so far."""
+        """Return whether even the better end of the interval is worse than the best so far."""
         return any(
             (value := metrics.value(name)) is not None
             and Objective(name).gain(best, value) * (1 - metrics.ci95) > 1
@@ -219,7 +216,7 @@ class Measurement:
         agreed = agree(marks, self._ranks, self._recorder.clock, spec)
         if not all(each.calls for each in marks):
             self._warn(UNSEEN)
-        # A Trainer whose data have no length makes some steps of more, behind the end of an epoch.
+        # If data have no length, a Trainer's steps after an epoch may take more micro batches.
         fewest = min(each.micro_steps for each in marks) / spec.gas
         if fewest > 1:
             advice = OWN_BOUNDARY if self._recorder.has_own_boundary else STEP_ALWAYS
@@ -247,7 +244,7 @@ class Measurement:
             raise InvalidTrial(CONSTANT_ACCUMULATION.format(taken=taken, gas=gas, own=own.gas))
 
     def _usable(self, agreed: list[AgreedStep], *, is_last: bool) -> list[AgreedStep]:
-        """Return full steps without compilation; none if further steps may be without."""
+        """Return full steps, without compilation if possible; none to wait for further steps."""
         spec = self._spec
         full = [step for step in agreed if not step.is_short]
         if not full:
@@ -272,7 +269,7 @@ class Measurement:
         return found or full
 
     def _drop_evaluated(self, steps: list[AgreedStep]) -> list[AgreedStep]:
-        """Leave out steps with an evaluation if they are rare; else it is part of training."""
+        """Leave out steps with an evaluation if they are rare; otherwise it is part of training."""
         found = [step for step in steps if not step.evaluated]
         if len(found) == len(steps) or (len(steps) - len(found)) * RAREST > len(steps):
             return steps
@@ -285,7 +282,7 @@ class Measurement:
         count, taken_s = len(kept), times.mean * len(kept) / 1e3
         groups = spec.parallelism.data(spec.slots)  # each has samples of its own
         throughput = sum(step.samples for step in kept) * groups / taken_s
-        # The slots of a tensor-parallel group see the same tokens, those of a sequence others.
+        # Slots of a tensor-parallel group see the same tokens; slots that share a sequence do not.
         readers = spec.slots / spec.parallelism.tensor
         tokens_per_second = sum(step.tokens for step in kept) * readers / taken_s
         counted = self._recorder.profiler.flops_per_sample
@@ -332,7 +329,7 @@ class Measurement:
         )
 
     def _most_samples(self) -> int | None:
-        """Return the largest micro batch for which an epoch has enough samples."""
+        """Return the largest micro batch for which an epoch fills a step; None if unknown."""
         gas = self._spec.gas
         of_epoch, _ = loaders.samples(self._spec.micro_batch, self.steps_seen * gas)
         return None if of_epoch is None else max(1, of_epoch // gas)

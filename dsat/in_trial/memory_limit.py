@@ -1,4 +1,4 @@
-"""Limit on the memory of a rank whose slot is a processor core."""
+"""Limits on the memory of processes on processor cores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RESERVED_BYTES = 8 * 2**30  # four buckets of DeepSpeed's default size, which m
 # malloc.h of glibc.
 _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -3, -4, -8
 _MAPPED_FROM_BYTES = 2**18
-# The same by mallopt's variables (glibc), for a program that is started by hand.
+# The same settings as environment variables of glibc, for a program that is started by hand.
 MALLOC_VARIABLES = {
     "MALLOC_MMAP_THRESHOLD_": _MAPPED_FROM_BYTES,
     "MALLOC_MMAP_MAX_": 2**30,
@@ -25,11 +25,11 @@ MALLOC_VARIABLES = {
 
 
 def limit_memory(budget_bytes: int) -> None:
-    """Limit what this process may allocate beyond what it has now.
+    """Limit what this process may allocate from now on, except while DeepSpeed compiles operators.
 
     The limit is on the data segment (private writable mappings), so torch's CPU allocator fails as
     a device's would. malloc is configured to return tensors to the system at once, so holes in its
-    heap do not count, and to use one heap, because another one briefly reserves 128 MiB.
+    heap do not count, and to use one heap, because a second one briefly reserves 128 MiB.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -39,7 +39,7 @@ def limit_memory(budget_bytes: int) -> None:
     limit, most = limit_data(budget_bytes + _SLACK_BYTES)
     MemoryWatch.counts_data = True
 
-    # The compilers that DeepSpeed starts for its operators have all the memory that they need.
+    # The compilers that DeepSpeed starts for its operators would inherit the limit.
     @contextlib.contextmanager
     def unlimited() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
@@ -52,7 +52,7 @@ def limit_memory(budget_bytes: int) -> None:
 
 
 def limit_to_host() -> None:
-    """Make allocations far beyond the host's memory fail, before the kernel kills a rank.
+    """Make allocations 8 GiB beyond the available memory fail, before the kernel kills a rank.
 
     Buffers that DeepSpeed reserves but hardly writes stay within the limit.
     """
@@ -60,7 +60,7 @@ def limit_to_host() -> None:
 
 
 def limit_data(more_bytes: int) -> tuple[int, int]:
-    """Limit growth of the data segment; return the soft and hard limits."""
+    """Limit the growth of the data segment; return its soft and hard limits in bytes."""
     _, most = resource.getrlimit(resource.RLIMIT_DATA)
     limit = ProcessMemory.now().data_bytes + more_bytes
     limit = limit if most == resource.RLIM_INFINITY else min(limit, most)

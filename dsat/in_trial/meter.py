@@ -1,8 +1,8 @@
 """Meter of the optimizer steps of a live DeepSpeed engine, inside the training process.
 
 DeepSpeed's own autotuning mode is not used, because it scores a single step. A step lasts from the
-end of one optimizer step to the end of the next, so loading data counts. On an asynchronous device
-times are events on its stream: nothing is synchronised inside a step.
+end of one optimizer step to the end of the next, so loading data counts. On an asynchronous device,
+events on its stream measure the times, and nothing is synchronised inside a step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NO_ENGINE = "the script ended without calling deepspeed.initialize with an optim
 
 
 class TrialComplete(SystemExit):
-    """Ends the training script once everything is measured or has failed, with exit status 0."""
+    """Exit of the training script, with status 0, after its measurement or its failure."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(0)
@@ -40,7 +40,7 @@ class TrialComplete(SystemExit):
 
 
 def install(spec: MeterSpec, on_complete: Callable[[Outcome], None]) -> Meter:
-    """Return a meter that watches the engines that `deepspeed.initialize` returns."""
+    """Install and return a meter for the engines that `deepspeed.initialize` returns."""
     from deepspeed.accelerator import get_accelerator
 
     adapters.install()
@@ -52,7 +52,7 @@ def install(spec: MeterSpec, on_complete: Callable[[Outcome], None]) -> Meter:
     def begin(arguments: dict[str, Any]) -> None:
         meter.device_name = ""
         check_arguments(arguments, spec.slots)
-        device = int(os.environ.get("LOCAL_RANK", "0"))  # which DeepSpeed is going to use
+        device = int(os.environ.get("LOCAL_RANK", "0"))  # the device that DeepSpeed is going to use
         wait_for_memory(get_accelerator(), device)
         meter.device_name = device_name(get_accelerator(), device)
         limit_allocator(get_accelerator(), spec.options.slot_memory_bytes, device)
@@ -63,7 +63,7 @@ def install(spec: MeterSpec, on_complete: Callable[[Outcome], None]) -> Meter:
 
 
 class Meter:
-    """Follows `forward`, `backward` and `step` of engines, and measures the first that trains.
+    """Meter of the first engine that trains, through its `forward`, `backward` and `step`.
 
     Args:
         on_complete: receives the outcome before `TrialComplete` is raised.
@@ -81,10 +81,10 @@ class Meter:
         self._on_complete = on_complete
         self._before = ProcessMemory.now()
         self._inside: set[str] = set()  # phases of the measured engine that are under way
-        self._engine: Any = None  # that is measured
-        self._failed: Outcome | None = None  # which ends the trial, whatever the script does
+        self._engine: Any = None  # the measured one
+        self._failed: Outcome | None = None  # ends the trial even if the script catches it
         self._is_ended = False
-        self._whose = ""  # steps are counted, in words: if several engines train
+        self._whose = ""  # for a message: whose steps count, if several engines train
         self._recorder: StepRecorder
         self._measurement: Measurement | None = None
 
@@ -97,7 +97,7 @@ class Meter:
 
     @property
     def outcome(self) -> Outcome | None:
-        """The measurement so far, or the failure that ended it."""
+        """The failure that ended the measurement, or else the measurement so far; None if none."""
         measured = None if self._measurement is None else self._measurement.outcome
         return measured if self._failed is None else self._failed
 
@@ -122,7 +122,7 @@ class Meter:
         )
 
     def finish(self) -> Outcome:
-        """Return the outcome of a script that came to its end; a collective call."""
+        """Return the outcome of a script that ended by itself; a collective call."""
         try:
             if self._measurement is not None and self._failed is None:
                 self._measurement.finish()
@@ -133,11 +133,11 @@ class Meter:
         return self.outcome or failures.outcome(self.shortfall)
 
     def watch(self, engine: Any) -> None:
-        """Measure an engine, if it is the first to make a training step.
+        """Wrap the methods of an engine with an optimizer; the first that trains is measured.
 
         A reference model may have an optimizer too, because it shares the configuration.
         """
-        # A dummy at stage 3, and in bf16 at stage 0 (DeepSpeedEngine.__init__, since before 0.14).
+        # `engine.optimizer` may be a dummy (`DummyOptim` of runtime/engine.py, since before 0.14).
         if getattr(engine, "basic_optimizer", None) is None:
             return
         if not self.has_trainable_engine:
@@ -146,7 +146,7 @@ class Meter:
         adapters.adapt_engine(engine)
 
     def attach(self, engine: Any, *, first_step: int = 1) -> None:
-        """Measure an engine whose methods are wrapped, from an optimizer step on."""
+        """Start to measure an engine whose methods are wrapped, not before `first_step`."""
         spec = self.spec.complete_from(engine)
         check_engine(engine, spec)
         start = max(first_step, spec.options.start_step)
@@ -165,14 +165,14 @@ class Meter:
             return call.proceed()
         if self._is_ended:
             os._exit(0)  # the script has caught the SystemExit that was to end it
-        if self._failed is not None:  # the script has caught it, and goes on
+        if self._failed is not None:  # the script has caught the failure, and continues
             self._end(self._failed)
         try:
             return self._recorded(name, call)
         except Exception as error:
             trains = self._engine is call.owner and (name != "forward" or is_training(call.owner))
             found = failures.outcome(error)
-            # Out of memory elsewhere (an evaluation, another engine) is the script's own affair.
+            # The script may handle memory that runs out elsewhere (an evaluation, another engine).
             if isinstance(error, DsatError) or (trains and found.kind is not OutcomeKind.ERROR):
                 self._failed = found
             raise
@@ -181,11 +181,11 @@ class Meter:
         engine = call.owner
         if self._engine is None and (name != "forward" or is_training(engine)):
             self.attach(engine, first_step=1 if name == "forward" else 2)
-            if name != "forward":  # the script calls the model itself, and what it fed is not known
+            if name != "forward":  # the script calls the model itself, with unknown inputs
                 self._recorder.follow_module()
         if self._engine is None:
             return call.proceed()
-        if self._engine is not engine:  # whose loss this is not
+        if self._engine is not engine:  # whose losses do not count
             if name != "forward":  # a reference model makes no backward pass
                 self.warn(config_injection.SEVERAL_ENGINES)
                 self._whose = " of the engine that trains first"

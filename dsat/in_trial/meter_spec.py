@@ -9,17 +9,17 @@ from dsat.values.codec import Recorded
 from dsat.values.parallelism import DATA_ONLY, Parallelism
 from dsat.values.trial import KnownBefore, Trial, TrialKind, TrialOptions
 
-MAX_SKIPPED_STEPS = 60  # fp16: the loss scale halves at each overflow, from 2**16 at most 32 times
-MAX_EXTRA_STEPS = 500  # of warm-up, and measured beyond the most, for either reason
+MAX_SKIPPED_STEPS = 60  # fp16: overflows halve the loss scale: 16 times from 2**16, 32 from 2**32
+MAX_EXTRA_STEPS = 500  # limit on extra warm-up steps, and on steps beyond `max_steps`
 
 
 @dataclass(frozen=True)
 class MeterSpec(KnownBefore, Recorded):
-    """Measurement to make, and facts to expect.
+    """Measurement to make, and facts that are known before it.
 
     Attributes:
-        micro_batch, gas, stage, slots, parallelism: what the engine must use; without slots,
-            whatever it uses.
+        micro_batch, gas, stage, slots, parallelism: what the engine must use; if slots is 0, the
+            engine's own replace them (`complete_from`).
         host_slots: slots of the host, including those of other trials.
         profile: whether the first step counts parameters, FLOPs and activations.
         measures: whether figures are compared; False if only the profile is needed.
@@ -41,8 +41,8 @@ class MeterSpec(KnownBefore, Recorded):
     ) -> MeterSpec:
         measures = trial.kind is not TrialKind.PROFILE
         if not measures:
-            # One step is enough. Peaks are those of the second, since an optimizer's moments are
-            # there after the first.
+            # One measured step is enough. Memory peaks need a second step before it, since the
+            # optimizer makes its moments in the first.
             options = replace(options, start_step=3, end_step=3, max_steps=1)
         return cls(
             options,
@@ -58,7 +58,7 @@ class MeterSpec(KnownBefore, Recorded):
         )
 
     def complete_from(self, engine: Any) -> MeterSpec:
-        """Return the specification with the engine's batch sizes and stage, if it lacks them."""
+        """Return the specification; if it has no slots, with what the engine uses."""
         if self.slots:
             return self
         own = engine.train_micro_batch_size_per_gpu()
@@ -74,12 +74,12 @@ class MeterSpec(KnownBefore, Recorded):
 
     @property
     def longest(self) -> int:
-        """Optimizer steps that the training loop must be ready to make."""
+        """Number of optimizer steps that the training loop must allow."""
         first, most = self.options.start_step, self.options.max_steps
         return first - 1 + most + MAX_SKIPPED_STEPS + 2 * MAX_EXTRA_STEPS
 
 
 def parallelism_of(engine: Any) -> Parallelism:
-    """Return the parallelism of an engine (`_configure_distributed_model`, 0.19.8)."""
+    """Return an engine's parallelism (DeepSpeed 0.19.8, `_configure_distributed_model`)."""
     sizes = (getattr(engine, name, 1) for name in ("mp_world_size", "sequence_parallel_size"))
     return Parallelism(*(size if isinstance(size, int) else 1 for size in sizes))

@@ -1,11 +1,11 @@
-"""Losses over pairs of samples: CLIP, SimCSE, negatives within the batch."""
+"""Detection of losses over pairs of samples: CLIP, SimCSE, negatives within the batch."""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import Any
 
-_MOST_NODES = 300  # of the graph, from the loss on: what compares samples is among the last
+_MOST_NODES = 300  # of the graph, nearest to the loss, where samples are compared
 _VIEWS = ("TBackward", "Transpose", "Permute", "View", "Expand", "Unsafe", "Clone", "ToCopy")
 _PARAMETER = "AccumulateGrad"
 
@@ -13,9 +13,9 @@ _PARAMETER = "AccumulateGrad"
 def compares_samples(loss: Any, micro_batch: int, ranks: int) -> bool:
     """Return whether a loss multiplies outputs of all pairs of samples.
 
-    Its graph has a product of two computed matrices (not parameters) with a row and a column for
-    each sample of the micro batch of one or all ranks, or two (two views). Hard negatives may add
-    columns.
+    The loss's graph then has a product of two computed matrices (not parameters) with one row, or
+    two (two views), per sample of the micro batch of one rank or all. There are as many columns, or
+    a multiple: twice, or once or twice per rank (hard negatives, samples of other ranks).
     """
     waiting = deque([getattr(loss, "grad_fn", None)])
     known: set[Any] = set()
@@ -33,7 +33,7 @@ def compares_samples(loss: Any, micro_batch: int, ranks: int) -> bool:
 
 
 def _size_of_product(node: Any) -> tuple[int, int] | None:
-    """Return rows and columns of a product of two matrices that are not parameters."""
+    """Return rows and columns of a product of two computed matrices; None for other nodes."""
     name = node.name()
     if not name.startswith(("MmBackward", "BmmBackward")):
         return None
@@ -44,13 +44,13 @@ def _size_of_product(node: Any) -> tuple[int, int] | None:
         if name.startswith("Mm"):
             return int(node._saved_self_sym_sizes[0]), int(node._saved_mat2_sym_sizes[1])
         first, second = node._saved_self.shape, node._saved_mat2.shape
-    except (RuntimeError, AttributeError):  # it has released them
+    except (RuntimeError, AttributeError):  # the graph has released them
         return None
     return (int(first[1]), int(second[2])) if first[0] == 1 else None  # of a batch of one
 
 
 def _is_parameter(node: Any) -> bool:
-    """Return whether a node is a parameter, or a view of one."""
+    """Return whether a node is a parameter or a constant, or a view of one."""
     while node is not None and node.name().startswith(_VIEWS):
         node = node.next_functions[0][0]
     return node is None or node.name().endswith(_PARAMETER)

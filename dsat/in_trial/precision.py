@@ -1,7 +1,7 @@
-"""Precision of a training, on which the effect of rounding on two equal trainings depends.
+"""Precision of a training, which decides how far rounding can make two equal trainings differ.
 
-A DeepSpeed configuration does not tell it: scripts autocast by themselves, load their weights in
-half precision, or allow TF32.
+The DeepSpeed configuration does not show the precision: scripts autocast by themselves, load their
+weights in half precision, or allow TF32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _entered: set[str] = set()
 
 
 def note_autocast(device: str) -> None:
-    """Record the precision in which a script autocasts from now on."""
+    """Record the precision of an autocast context that the script has entered, if enabled."""
     import torch
 
     if torch.is_autocast_enabled(device):
@@ -23,17 +23,17 @@ def note_autocast(device: str) -> None:
 
 
 def find(engine: Any) -> str:
-    """Return the lowest precision of an engine's training so far: one of `PRECISIONS`."""
+    """Return the coarsest precision of an engine's training so far: one of `PRECISIONS`."""
     import torch
 
     found = {*_entered, *(_name_dtype(p.dtype) for p in engine.module.parameters())}
     if torch.device(engine.device).type == "cuda" and _allows_tf32(engine.module.modules()):
-        found.add("fp16")  # TF32 has as many digits
+        found.add("fp16")  # TF32 has as many mantissa bits
     return max(found, key=PRECISIONS.index, default=PRECISIONS[0])
 
 
 def _name_dtype(dtype: Any) -> str:
-    """Return the type that weights are computed in; bf16 for quantised ones."""
+    """Return the precision of computing with weights of a type; bf16 for quantised ones."""
     import torch
 
     if dtype is torch.float16:

@@ -1,4 +1,4 @@
-"""Facts of a model from one training step: its parameters, FLOPs and activations."""
+"""Facts about a model from one training step: its parameters, FLOPs and activations."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 
-# Optimizers that compute each element by itself: those that ZeRO knows (runtime/zero/utils.py,
-# 0.19.8; its own Muon keeps shapes), and others. Adafactor, LAMB or a script's own Muon do not.
+# Optimizers that update each element independently: those that ZeRO supports (0.19.8,
+# runtime/zero/utils.py; its Muon keeps shapes), and others; not Adafactor, LAMB or another Muon.
 _BY_ELEMENT = """
     ASGD Adadelta Adagrad Adam AdamW Adamax DeepSpeedCPUAdagrad DeepSpeedCPUAdam DeepSpeedCPULion
     FusedAdam FusedLion Lion MuonWithAuxAdam NAdam RAdam RMSprop Rprop SGD ZenFlowCPUAdam
@@ -58,7 +58,7 @@ class ModelProfiler:
             self._hooks = None
 
     def finish_micro_steps(self, count: int) -> None:
-        """End the counting after this many micro steps; more than one if the script accumulates."""
+        """End the count of FLOPs after `count` micro steps: several, if the script accumulates."""
         if self._counting and not self._done:
             self._flops.__exit__(None, None, None)
             of_slot = self._flops.get_total_flops() / (self._spec.micro_batch * count)
@@ -66,7 +66,7 @@ class ModelProfiler:
         self._counting, self._done = False, self._done or self._counting
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Record a tensor that autograd keeps for the backward pass."""
+        """Record a tensor that autograd keeps for the backward pass, unless it is a parameter."""
         import torch
 
         parameter = torch.nn.Parameter
@@ -105,7 +105,7 @@ class ModelProfiler:
         )
 
     def _whole_size(self, parameter: Any) -> int:
-        """Return the elements of a parameter before ZeRO and AutoTP (module_inject/layers.py)."""
+        """Return a parameter's size before ZeRO and AutoTP divide it (module_inject/layers.py)."""
         size = int(getattr(parameter, "ds_numel", parameter.numel()))
         is_divided = getattr(parameter, "tensor_model_parallel", False)
         return size * self._spec.parallelism.tensor if is_divided else size
@@ -141,7 +141,7 @@ def device_name(accelerator: Any, index: int | None = None) -> str:
 
 
 def attention_heads(module: Any) -> int | None:
-    """Attention heads by the model's configuration, as Hugging Face's models have one."""
+    """Return the attention heads in a Hugging Face model's configuration; None if unknown."""
     config: Any = getattr(module, "config", None)
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
@@ -150,9 +150,9 @@ def attention_heads(module: Any) -> int | None:
 
 
 def hidden_size(module: Any) -> int | None:
-    """Return the hidden size of a model where transformers' Trainer looks for it.
+    """Return the hidden size that transformers' Trainer finds in a model; None if there is none.
 
-    The largest of several; see `trainer_config_finalize` of its integrations/deepspeed.py.
+    Of several sizes, the largest (`trainer_config_finalize` in integrations/deepspeed.py).
     """
     own: Any = getattr(module, "config", None)
     for config in (own, getattr(own, "text_config", None)):
@@ -182,7 +182,7 @@ def _own_optimizer(optimizer: Any) -> OwnOptimizer:
 
 
 def _part_of_host(sharers: int) -> int:
-    """Return the host memory in bytes for each of several such processes."""
+    """Return this process's resident set and its share of available host memory, in bytes."""
     import psutil
 
     own = psutil.Process().memory_info().rss
@@ -190,13 +190,13 @@ def _part_of_host(sharers: int) -> int:
 
 
 def _count_flops() -> Any:
-    """Return a FLOP counter that leaves out the recomputation of activation checkpointing."""
+    """Return a FLOP counter that excludes the recomputation of activation checkpointing."""
     import torch
     from torch.utils.flop_counter import FlopCounterMode
 
     class ModelFlops(FlopCounterMode):
         def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-            # In a backward pass autograd records nothing, unless a forward pass is done again.
+            # In a backward pass autograd records nothing, unless activations are recomputed.
             if losses.is_in_backward() and torch.is_grad_enabled():
                 return out
             return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]

@@ -1,12 +1,12 @@
 """A rank of a trial, from inside of the user's process.
 
-The hook (`dsat.in_trial.hook`) begins a rank in each process that imports DeepSpeed. The supervisor
-says which of them is a rank where it starts ranks itself; of the user's whole command, a process is
-one once it calls `deepspeed.initialize`.
+The hook (`dsat.in_trial.hook`) calls `begin` in processes that import DeepSpeed or transformers.
+If the supervisor starts the ranks, it marks them by a variable. If the user's command starts them,
+a process becomes a rank when it calls `deepspeed.initialize`.
 
-A rank leaves by `os._exit` once its outcome is known, because an orderly end of the interpreter
-costs a second. A rank of the user's command waits instead until the supervisor ends the command,
-which therefore never goes on behind its training.
+A rank ends by `os._exit` once its outcome is known, because an orderly end of the interpreter costs
+a second. A rank of the user's command waits instead until the supervisor ends the command, so that
+the command does not continue after its training.
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ from dsat.values.outcome import Outcome
 
 FAILED = 1
 _IS_ENDED_WITHIN_S = 30.0
-# Variables that torch, DeepSpeed and what they load set by themselves.
+# Prefixes of variables that torch, DeepSpeed and the libraries that they load set by themselves.
 _SET_BY_LIBRARIES = tuple(
     "ACCELERATE_ CROSS_ CUDA_ DS_ KMP_ NCCL_ PYTORCH_ TOKENIZERS_PARALLELISM TORCH TRITON_".split()
 )
 
 
 def begin(folder: Path, start: Mapping[str, Any], *, is_rank: bool) -> None:
-    """Prepare this process to be a rank of the trial in the folder; does nothing twice.
+    """Prepare this process to be a rank of the trial in a folder, unless it has a rank already.
 
-    `start` is described in `start_record.install`; `is_rank` says that the supervisor started the
-    rank.
+    If the folder has no `SPEC_FILE`, only record how ranks start. `start` is described in
+    `start_record.install`; `is_rank` says that the supervisor started the rank.
     """
     if TRIAL.rank is not None:
         return
@@ -77,14 +77,14 @@ def begin(folder: Path, start: Mapping[str, Any], *, is_rank: bool) -> None:
 
 
 def get_rank(folder: Path, *, is_forked: bool = False) -> Rank:
-    """Return the rank of this process, which may end before it imports DeepSpeed."""
+    """Return the rank of this process; make one if it has not imported DeepSpeed yet."""
     rank: Rank = TRIAL.rank or Rank(folder, is_rank=True, is_forked=is_forked)
     TRIAL.rank = rank
     return rank
 
 
 def _report_unmeasured(folder: Path, error: BaseException) -> None:
-    """Report an error before `deepspeed.initialize`, which the command may log elsewhere."""
+    """Report the first error before `deepspeed.initialize`; the command may log it elsewhere."""
     if not any(folder.glob(result_file("*"))):
         write_outcome(folder, rank_and_size()[0], failures.outcome(error))
 
@@ -92,8 +92,8 @@ def _report_unmeasured(folder: Path, error: BaseException) -> None:
 class Rank:
     """A process that is or may become a rank.
 
-    Without `is_rank`, it becomes one when it calls `deepspeed.initialize`. With `is_forked`, the
-    supervisor has imported torch and DeepSpeed.
+    Without `is_rank`, it becomes one when it calls `deepspeed.initialize`. `is_forked`: it is a
+    fork of the supervisor, which has imported torch and DeepSpeed.
     """
 
     def __init__(self, folder: Path, *, is_rank: bool, is_forked: bool = False) -> None:
@@ -106,18 +106,18 @@ class Rank:
         self._pid = os.getpid() if is_rank else None
         self._has_engine = False
         self._is_complete = False
-        self.exit: SystemExit | None = None  # that a call of `sys.exit` has raised
+        self.exit: SystemExit | None = None  # raised by `sys.exit`
         self._known, self._env = set(sys.modules), dict(os.environ)
         self._server: server.SimulationServer | None = None
         if self._spec.simulation_folder is not None:
             self._server = server.SimulationServer(Path(self._spec.simulation_folder))
 
     def prepare(self, start: Mapping[str, Any] | None = None) -> None:
-        """Adapt DeepSpeed and the other libraries of the script.
+        """Adapt DeepSpeed and the other libraries of the script, and limit memory.
 
-        `start` is recorded if the run's first trial asks for it.
+        `start` is recorded in the run's first trial.
         """
-        if "deepspeed" not in sys.modules:  # it may be transformers that was imported first
+        if "deepspeed" not in sys.modules:  # the script may import transformers first
             TRIAL.progress.set_activity("importing torch and DeepSpeed")
             importlib.import_module("deepspeed")
         spec = self._spec = _adapt_to_machine(self._spec)
@@ -134,7 +134,7 @@ class Rank:
             start_record.install(self._folder, start, waits=False)
         if not spec.is_full_run:  # after the record of the script's own configuration
             TRIAL.calls.before_engine.append(trackers.disable_reports)
-        # What the script imports from here on does not count.
+        # Imports do not count against the limit; a forked rank already has them.
         if spec.cpu_memory_bytes is not None and self._is_forked:
             limit_memory(spec.cpu_memory_bytes)
         elif spec.cpu_memory_bytes is not None:
@@ -142,7 +142,7 @@ class Rank:
             install.adapt_models()
         elif spec.meter is not None and spec.threads is not None and not spec.own:
             limit_to_host()
-        # For --model dsat has a script of its own.
+        # With --model the script is dsat's.
         what = "the model" if spec.program.module.startswith("dsat.") else "your script"
         what = "your command" if spec.is_command else what
         TRIAL.progress.set_activity(f"{what} runs, up to its first optimizer step")
@@ -194,11 +194,11 @@ class Rank:
             self._end(replace(found, before_engine=True))
 
     def finish(self) -> None:
-        """Report that a rank's script ended before enough was measured."""
+        """Report what was measured, or the failure, after a rank's script ended by itself."""
         self._leave_if_complete()
         if not self.is_rank or self._spec.is_full_run:
             return
-        uncaught = getattr(sys, "last_value", None)  # another hook than this one has seen it
+        uncaught = getattr(sys, "last_value", None)  # handled by an excepthook of the script
         if self.exit is not None and self.exit.code not in (None, 0):
             self.fail(self.exit)
         elif uncaught is not None:
@@ -213,7 +213,7 @@ class Rank:
     def _outcome_of(self, error: BaseException) -> Outcome:
         """Return the outcome of a process that ends with an error.
 
-        multiprocessing, Hydra and others catch the error, and end the process with `sys.exit`.
+        multiprocessing, Hydra and others catch an error and call `sys.exit`; this error counts.
         """
         if not isinstance(error, SystemExit):
             return failures.outcome(error)
@@ -231,10 +231,10 @@ class Rank:
         return self._pid == os.getpid()
 
     def _has_begun(self) -> bool:
-        """Return whether the configuration may be to blame for the present error.
+        """Return whether the configuration may have caused the present error.
 
-        With the user's own start, DeepSpeed may fail for another reason: it looks for MPI's
-        package.
+        If the script runs unchanged, DeepSpeed may fail early for another reason, such as a
+        missing mpi4py.
         """
         import torch.distributed as dist
 
@@ -242,7 +242,7 @@ class Rank:
         return self._has_engine and (not self._spec.own or may_train or dist.is_initialized())
 
     def _has_ranks(self) -> bool:
-        """Return whether some rank began to train, or failed before its launcher did."""
+        """Return whether any rank has called `deepspeed.initialize` or reported a failure."""
         begun = (self._folder / PORTS_FILE).exists()
         return begun or any(self._folder.glob(result_file("*")))
 
@@ -253,10 +253,10 @@ class Rank:
         self._has_engine = True
         _, size = rank_and_size()
         cores = host_limits.usable_cores()
-        is_bound = len(cores) == len(os.sched_getaffinity(0))  # by no quota, as in `Machine`
-        if spec.own and spec.threads and is_bound:  # to cores that a trial has
+        is_bound = len(cores) == len(os.sched_getaffinity(0))  # cores, not a quota, are the limit
+        if spec.own and spec.threads and is_bound:  # to as many as a trial has
             os.sched_setaffinity(0, cores[:size])
-        if spec.is_command and size == 1 and not spec.own:  # not the port that each would choose
+        if spec.is_command and size == 1 and not spec.own:  # else libraries choose a port
             alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
             for name, value in alone.items():
                 self._env[name] = os.environ.setdefault(name, value)
@@ -264,7 +264,7 @@ class Rank:
             file.write(os.environ.get("MASTER_PORT", "") + "\n")
 
     def _complete(self, outcome: Outcome) -> None:
-        """Report the measurement; the meter then ends the script."""
+        """Report the measurement; end a command's rank here. The meter ends other scripts."""
         if self._spec.is_command:
             self._end(outcome)
         else:
@@ -283,13 +283,13 @@ class Rank:
             write_atomically(self._folder / MODULES_FILE, json.dumps(names))
 
     def _end(self, outcome: Outcome) -> None:
-        """Report an outcome; end the process if it is a measured rank."""
+        """Report an outcome; end a rank's process, unless it is an unforked full-length run."""
         self._report(outcome)
         number, _ = rank_and_size()
         if self._is_forked and not outcome.ok:
             sys.stderr.write((outcome.detail or outcome.message) + "\n")
         if not self.is_rank or (self._spec.is_full_run and not self._is_forked):
-            return  # the process goes on as it would
+            return  # the process continues
         if self._spec.is_command:
             if number == 0 or not outcome.ok:
                 (self._folder / DONE_FILE).touch()
@@ -299,7 +299,7 @@ class Rank:
 
 
 def _is_of_signal(error: BaseException) -> bool:
-    """Return whether an error says that a signal killed another process, as of a launcher."""
+    """Return whether an error, perhaps a launcher's, reports that a signal killed a child."""
     status = error.returncode if isinstance(error, subprocess.CalledProcessError) else 0
     return status < 0
 
@@ -323,16 +323,16 @@ def _adapt_to_machine(spec: RankSpec) -> RankSpec:
 
 
 def _limit(budget_bytes: int) -> None:
-    """Limit this process's memory, after DeepSpeed's own late imports (deepspeed 0.19.8)."""
+    """Limit this process's memory after the imports that DeepSpeed 0.19.8 would do later."""
     importlib.import_module("torch._inductor.compile_fx")
     limit_memory(budget_bytes)
 
 
 def _find_libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
-    """Return imported modules of installed packages, in order, that may be imported early.
+    """Return the script's imports of installed packages, in order, to import them early later.
 
-    Some packages import most modules only when they are used. If the program set environment
-    variables, return none, because they may be for these modules.
+    These are modules, since some packages import most of theirs only when they are used. Return
+    none if the program set environment variables, which may be for these modules.
     """
     changed = {key for key, value in os.environ.items() if before.get(key) != value}
     if any(not key.startswith(_SET_BY_LIBRARIES) for key in changed):
@@ -347,7 +347,7 @@ def _find_libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
 
 
 def _flush() -> bool:
-    """Flush the output of the script; return whether that worked."""
+    """Flush the output of the script; return whether all of it was written."""
     is_written = True
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -358,5 +358,5 @@ def _flush() -> bool:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process at once, with its output written."""
+    """Flush the output and end this process at once; a failed flush makes status 0 `FAILED`."""
     os._exit(status if _flush() else status or FAILED)

@@ -26,14 +26,14 @@ ACTIVITY_FILE = "doing.txt"  # the present activity of a trial, for people
 STEPS_FILE = "steps"  # number of optimizer steps of rank 0
 # Of a trial that runs the user's command.
 DONE_FILE = "done"  # exists once the command is not needed any more
-PORTS_FILE = "ports"  # a line for each port where ranks met; exists once a rank has an engine
+PORTS_FILE = "ports"  # MASTER_PORT of each rank, a line each; exists once one calls `initialize`
 RECORDS_FOLDER = "records"  # of the starts of ranks, in the first run
-SEVERAL_NODES_FILE = "nodes.json"  # in that folder: the launcher would use several nodes
+SEVERAL_NODES_FILE = "nodes.json"  # in that folder, if the launcher would use several nodes
 
 
 @dataclass(frozen=True, eq=False)
 class LocalTask:
-    """Answers to the questions of a script of Determined's about its task.
+    """Information that a Determined script gets about its task in a local trial.
 
     Attributes:
         hparams: hyperparameters, `deepspeed_config` and `overwrite_deepspeed_args` among them.
@@ -41,7 +41,7 @@ class LocalTask:
         seed: `info.trial.trial_seed`.
         ports: two free ports for the chief's broadcasts.
         devices: identifiers of the slots' devices; empty on a CPU.
-        hosts: addresses of the trial's hosts, which have equally many of its slots.
+        hosts: addresses of the trial's hosts, each with the same number of slots.
     """
 
     trial_id: int
@@ -65,9 +65,9 @@ class RankSpec(Recorded):
 
     Attributes:
         program: entrypoint with the trial's configuration, without variables.
-        meter: what to measure; None in a full-length run.
+        meter: what to measure; None in a full-length run or a simulation.
         cpu_memory_bytes: memory that a rank may allocate beyond its imports; None for no limit.
-        threads: threads of each rank on processor cores; else None.
+        threads: threads of each rank if slots are processor cores; else None.
         simulation_folder: folder of messages if the script runs only for simulations.
         own: whether the script runs unchanged, with its own batch sizes and devices.
         is_command: whether the user's whole command runs, and starts the ranks.
@@ -91,17 +91,17 @@ class RankSpec(Recorded):
 
     @property
     def is_full_run(self) -> bool:
-        """Return whether the script trains as it would without dsat."""
+        """Return whether the script trains in full length, without measurement or simulation."""
         return self.meter is None and self.simulation_folder is None
 
 
 def result_file(rank: int | str) -> str:
-    """Return the file in which a rank reports its failure; of all ranks with "*"."""
+    """Return the name of the file in which a rank reports a failure; a pattern for "*"."""
     return f"rank{rank}.json"
 
 
 def write_outcome(folder: Path, rank: int, outcome: Outcome) -> None:
-    """Write the outcome of a rank; rank 0 writes measurements, which are equal on all."""
+    """Write a rank's failure, or rank 0's measurement, which is equal on all ranks."""
     if outcome.ok and rank != 0:
         return
     path = folder / (METRICS_FILE if outcome.ok else result_file(rank))
@@ -118,7 +118,7 @@ def read_steps(folder: Path) -> int | None:
 class Progress:
     """Progress files of a trial; errors in writing them are ignored.
 
-    The folder is None if another rank writes them.
+    `folder` is None if another rank writes them.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -148,7 +148,7 @@ class Progress:
             self.set_activity(before)
 
     def count(self, steps: int) -> None:
-        """Write the number of optimizer steps; takes microseconds."""
+        """Write the number of optimizer steps, in a few microseconds; clear the activity first."""
         if self._folder is None:
             return
         with contextlib.suppress(OSError):

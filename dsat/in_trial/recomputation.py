@@ -7,27 +7,27 @@ from typing import Any
 
 from dsat.command.switches import checkpointing
 
-# Methods that switch a model's checkpointing on and off: of transformers (from version 5.20 on, and
-# before), of diffusers, of timm.
+# Methods that turn a model's checkpointing on and off: in transformers (since version 5.20, and
+# before), diffusers and timm.
 _METHODS: tuple[tuple[str, str, dict[str, bool]], ...] = (
     ("activation_checkpointing_enable", "activation_checkpointing_disable", {}),
     ("gradient_checkpointing_enable", "gradient_checkpointing_disable", {}),
     ("enable_gradient_checkpointing", "disable_gradient_checkpointing", {}),
     ("set_grad_checkpointing", "set_grad_checkpointing", {"enable": False}),
 )
-# Attributes of classes of transformers or diffusers that are false where the method fails.
+# Class attributes in transformers and diffusers that are false if these methods fail.
 _SUPPORTED = ("supports_gradient_checkpointing", "_supports_gradient_checkpointing")
 
 
-# Properties of models that are switched on, of transformers and diffusers.
+# Properties in transformers and diffusers that are true while checkpointing is on.
 _IS_ON = ("is_activation_checkpointing", "is_gradient_checkpointing")
 
 
 def switch(model: Any, wanted: bool | str) -> bool:
-    """Set activation checkpointing; return False if the model has none."""
+    """Turn activation checkpointing on or off; return False if the model has no method for it."""
     inside: set[int] = set()
     for module, (enable, disable, off) in _switchable(model):
-        if id(module) in inside:  # switched with the module that contains it
+        if id(module) in inside:  # set together with the module that contains it
             continue
         inside.update(id(part) for part in module.modules())
         if wanted is False:
@@ -39,7 +39,7 @@ def switch(model: Any, wanted: bool | str) -> bool:
 
 
 def is_on(model: Any) -> bool | None:
-    """Return whether a library's model recomputes activations; None if it does not say."""
+    """Return whether a library's model recomputes activations; None if unknown."""
     for module, _ in _switchable(model):
         values = (getattr(module, name, None) for name in _IS_ON)  # the old name warns
         return next((value for value in values if isinstance(value, bool)), None)

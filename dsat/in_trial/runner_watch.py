@@ -1,7 +1,7 @@
 """Watch of the search runner, from inside one of its trials on a cluster.
 
-Only the search runner closes trials and shuts their experiment down. Without it the master waits
-for ever, so the chief of each trial looks at its state, and stays after its report until closed.
+Only the search runner closes trials and ends the experiment; without it, the master waits forever.
+So the chief of each trial polls the runner, and after its report waits until the trial is closed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _EVERY_S = 10.0
 _LONGEST_STAY_S = 300.0
 _STAY_LOOKS_EVERY_S = 0.5
 _GONE = ("COMPLETED", "CANCELED", "ERROR", "DELETED")
-_RESTS = ("PAUSED", *_GONE)  # a runner that will not close a trial soon
+_RESTS = ("PAUSED", *_GONE)  # states of a runner that will not close a trial soon
 _OPEN = ("ACTIVE", "QUEUED", "PULLING", "STARTING", "RUNNING")
 
 _log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class RunnerWatch:
-    """Watch of a trial's search runner, by the ID of its experiment, through a `Master`."""
+    """Watch of a trial's search runner, which is an experiment itself, through a `Master`."""
 
     master: Any
     runner_id: int
@@ -34,11 +34,11 @@ class RunnerWatch:
     trial_id: int
 
     def start(self) -> None:
-        """Poll the runner periodically in a thread."""
+        """Poll the runner periodically in a thread, until it is gone."""
         threading.Thread(target=self._run, name="runner-watch", daemon=True).start()
 
     def look(self) -> str:
-        """Return the runner's state, empty if unknown; end the experiment if it is gone."""
+        """Return the runner's state, empty if unknown; end the experiment if the runner is gone."""
         try:
             state = str(self.master.experiment_state(self.runner_id))
             if state in _GONE:
@@ -55,7 +55,7 @@ class RunnerWatch:
         return state
 
     def stay_until_closed(self) -> None:
-        """Wait until the trial is closed, or will not be soon."""
+        """Wait until the trial is closed or the runner is paused or gone, but at most 5 minutes."""
         began_s = time.monotonic()
         next_look_s = began_s + _EVERY_S
         while time.monotonic() - began_s < _LONGEST_STAY_S and not self._is_closed():
@@ -78,15 +78,15 @@ class RunnerWatch:
 
 
 class Master:
-    """The master through determined's client, as the user that the trial runs for.
+    """Client of Determined's master, with the rights of the trial's user.
 
-    Each request may raise an `OSError`.
+    The constructor and each request may raise an `OSError`.
     """
 
     def __init__(self) -> None:
         if "DET_USER_TOKEN" not in os.environ:  # without it determined would ask for a password
             raise OSError("DET_USER_TOKEN is not set")
-        with warnings.catch_warnings():  # determined's, of its own parts
+        with warnings.catch_warnings():  # determined's, about its own modules
             warnings.simplefilter("ignore")
             from determined.common.api import bindings, errors
             from determined.experimental import Determined
@@ -97,7 +97,7 @@ class Master:
             raise OSError(str(error)) from error
 
     def experiment_state(self, experiment_id: int) -> str:
-        """`RUNNING`, `PAUSED`, `STOPPING_CANCELED` and so on; `DELETED` if there is none."""
+        """Return the state (`RUNNING`, `STOPPING_CANCELED`, ...); `DELETED` if there is none."""
         found = self._ask(self._bindings.get_GetExperiment, experimentId=experiment_id)
         return "DELETED" if found is None else _name_of(found.experiment.state)
 
@@ -123,9 +123,9 @@ def _name_of(state: Any) -> str:
 
 
 def start(runner_id: int) -> RunnerWatch | None:
-    """Watch the runner of the trial that this process is the chief of.
+    """Start a watch of the search runner, in the chief of a trial; return the watch.
 
-    None if the master is unreachable.
+    None if the master cannot be reached, or refuses the client.
     """
     import determined
 

@@ -36,19 +36,19 @@ def get_ds_config_from_hparams(
 ) -> dict[str, Any]:
     """Return the DeepSpeed configuration of this trial, for `deepspeed.initialize(config=...)`.
 
-    The file that `hparams["deepspeed_config"]` names, with `hparams["overwrite_deepspeed_args"]`
-    laid over it: dicts are merged key by key, anything else is replaced. The section of DeepSpeed's
-    own autotuning is left out, which would end the script early. Drop-in for
+    It is the file `hparams["deepspeed_config"]`, changed by `hparams["overwrite_deepspeed_args"]`:
+    dicts are merged key by key, anything else is replaced. The section `autotuning` is left out,
+    because with it DeepSpeed would end the script early. Drop-in for
     `determined.pytorch.dsat.get_ds_config_from_hparams`.
 
     Args:
         hparams: the trial's hyperparameters. `deepspeed_config` may also be the configuration
             itself, as a dict.
-        base_dir: what the path of the configuration is relative to.
+        base_dir: the folder that the path of the configuration is relative to.
 
     Raises:
         UserInputError: there is no `deepspeed_config`, it cannot be read, or the
-            overrides are no mapping.
+            overrides are not a mapping.
     """
     if CONFIG_KEY not in hparams:
         raise UserInputError(
@@ -75,17 +75,17 @@ def _overrides(hparams: Mapping[str, Any]) -> Mapping[str, Any]:
 def get_batch_config_from_mbs_gas_and_slots(
     ds_config: Mapping[str, Any], slots: int
 ) -> dict[str, int]:
-    """Return the three batch sizes that follow from two of a configuration's and the slots.
+    """Return DeepSpeed's three batch sizes, from a configuration and the number of slots.
 
     Drop-in for `determined.pytorch.dsat.get_batch_config_from_mbs_gas_and_slots`.
 
     Args:
-        ds_config: with `train_micro_batch_size_per_gpu`; its `gradient_accumulation_steps` are 1 if
-            they are absent or "auto".
-        slots: of a trial.
+        ds_config: configuration with `train_micro_batch_size_per_gpu`;
+            `gradient_accumulation_steps` count as 1 if they are absent or "auto".
+        slots: number of devices of a trial.
 
     Raises:
-        UserInputError: a size is no positive integer.
+        UserInputError: a size is not a positive integer.
     """
     micro_batch = whole_number(ds_config.get(_MICRO_BATCH), _MICRO_BATCH)
     gas = ds_config.get(_GAS, 1)
@@ -96,19 +96,18 @@ def get_batch_config_from_mbs_gas_and_slots(
 def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any]) -> list[str]:
     """Return the command-line arguments with which a Hugging Face Trainer runs this trial.
 
-    `--deepspeed` is pointed to a configuration with `hparams["overwrite_deepspeed_args"]` laid over
-    the file that it names, and the batch sizes among the arguments are made to agree with it.
-    Without such overrides the arguments stay as they are. Drop-in for
-    `determined.pytorch.dsat.get_hf_args_with_overwrites`, but the user's own file is left alone:
-    every configuration gets a file of its own.
+    `--deepspeed` names a copy of its file into which `hparams["overwrite_deepspeed_args"]` is
+    merged; batch-size flags agree with the copy, and are added if absent. Without overrides the
+    arguments do not change. Drop-in for `determined.pytorch.dsat.get_hf_args_with_overwrites`,
+    which changes the user's own file instead.
 
     Args:
-        args: as in `sys.argv[1:]`, for `HfArgumentParser`.
+        args: arguments for `HfArgumentParser`, as in `sys.argv[1:]`.
         hparams: the trial's hyperparameters.
 
     Raises:
-        UserInputError: the arguments name no DeepSpeed configuration, it cannot be read, or the
-            overrides are no mapping.
+        UserInputError: the overrides are not a mapping; or there are overrides, but the arguments
+            name no DeepSpeed configuration, or it cannot be read.
     """
     _attach(hparams)
     overrides = _overrides(hparams)
@@ -135,7 +134,7 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
 def dsat_reporting_context(
     core_context: Any, op: Any, steps_completed: int | None = None
 ) -> Iterator[None]:
-    """Report what dsat measures as the trial's result; outside a dsat run it does nothing.
+    """Report what dsat measures as the trial's result; outside a dsat run, do nothing.
 
     The engine's `forward`, `backward` and `step` must be called inside. Drop-in for
     `determined.pytorch.dsat.dsat_reporting_context`.
@@ -143,8 +142,8 @@ def dsat_reporting_context(
     Args:
         core_context: from `determined.core.init()`.
         op: the first operation of `core_context.searcher.operations()`.
-        steps_completed: step number that is reported with the metrics; by default
-            `--end-profile-step` on a cluster, and the operation's length elsewhere.
+        steps_completed: step number to report with the metrics; by default the last planned step
+            (`--end-profile-step`) on a cluster, and the operation's length elsewhere.
     """
     from dsat.in_trial.meter import TrialComplete
 
@@ -161,7 +160,7 @@ def dsat_reporting_context(
             task.report(task.ended())
             task.stay_until_closed()
             if core_context.distributed.rank == 0:
-                # Else the master takes the exit for that of a script which lost its way.
+                # Otherwise the master assumes that the script has missed its operations.
                 core_context.searcher.acknowledge_out_of_ops()
         elif core_context.distributed.rank == 0:
             metrics = complete.outcome.to_json()["metrics"]
@@ -179,14 +178,14 @@ def dsat_reporting_context(
 def _attach(hparams: Mapping[str, Any] | None) -> Task | None:
     """On a cluster, make this process a rank of the trial that the hyperparameters name.
 
-    A full-length training after the search has the best trial's switches alone.
+    The hyperparameters of a full-length training name no trial, but may have switches to set.
     """
     if not hparams or not hparams.keys() & {DSAT_TRIAL_KEY, DSAT_SWITCHES_KEY}:
         return None
     from dsat.in_trial import cluster_rank as task
 
     attached = task.attach(hparams)
-    # DeepSpeedTrial calls determined's own, which knows less of outcomes.
+    # DeepSpeedTrial calls determined's context, which reports fewer kinds of outcomes.
     ancestor: Any = sys.modules.get("determined.pytorch.dsat")
     if attached is not None and ancestor is not None:
         ancestor.dsat_reporting_context = dsat_reporting_context
@@ -204,9 +203,9 @@ def hparams_of_this_task() -> Mapping[str, Any] | None:
 
 
 def _file_of(config: Mapping[str, Any]) -> Path:
-    """Return a file with a configuration, the same one for the same configuration.
+    """Write a configuration to a file that is named after its content; return the path.
 
-    So all ranks of a trial agree on it, whichever of them writes it.
+    So all ranks of a trial use the same file, whichever of them writes it.
     """
     # Not in the user's folder, which may be shared, read-only or kept under version control.
     folder = os.environ.get(TRIAL_VARIABLE)

@@ -1,7 +1,7 @@
-"""Switches of a script, found and set in its own processes.
+"""Detection and setting of a script's switches, inside of the script's processes.
 
-What exists is asked of the objects that the script makes: the Trainer's arguments, the model that
-it passes to `deepspeed.initialize`, and the packages that are installed beside it.
+The available switches follow from the objects that the script makes (the Trainer's arguments, the
+model that it passes to `deepspeed.initialize`) and from the packages that are installed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dsat.values.outcome import ScriptSwitch
 
 _WORKERS = (2, 4, 8)
 _OPTIMIZERS = SWITCHES["optim"].values
-# By the attribute of a model that supports it, and the package that it needs.
+# Attention kernels: name, attribute of models that support the kernel, package that it needs.
 _ATTENTION = (
     ("eager", "", ""),
     ("sdpa", "_supports_sdpa", ""),
@@ -43,11 +43,11 @@ class ScriptSwitches:
     """Switches of the script that runs in this process.
 
     Args:
-        wanted: the trial's values, by name.
+        wanted: the trial's values, by name; names that are not switches are ignored.
         overrides: the trial's settings of DeepSpeed.
 
     Attributes:
-        found: each switch with its values, the script's own one first.
+        found: each switch with its values, the script's own first; initially empty.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ScriptSwitches:
     # -- the Trainer's arguments
 
     def set_arguments(self, args: Any, config: Mapping[str, Any]) -> None:
-        """Set fields of `TrainingArguments` before they are checked."""
+        """Record the switches of `TrainingArguments`; set the trial's before they are checked."""
         self._has_arguments = True
         self._is_on_by_arguments = bool(self._wanted.get(CHECKPOINTING, _checkpointing_of(args)))
         for name, values in _find_in_arguments(args, config).items():
@@ -79,20 +79,20 @@ class ScriptSwitches:
     # -- the model and its engine
 
     def before_engine(self, arguments: Mapping[str, Any]) -> None:
-        """Apply the trial's switches to the model; record the switches that it has.
+        """Record the switches of a model that is to be trained; set the trial's.
 
         Raises:
-            InvalidTrial: a switch needs `TrainingArguments`, which the script does not use, or it
-                is the attention kernel and Ulysses has replaced that.
+            InvalidTrial: as in `switch_model`; or a switch needs `TrainingArguments`, which the
+                script does not use; or Ulysses has replaced the attention kernel.
         """
         model, passed = arguments.get("model"), config_injection.trained_config(arguments)
         if passed is None or not hasattr(model, "modules"):
-            return  # DeepSpeed says what is wrong with such a model
+            return  # not to be trained, or rejected by DeepSpeed
         may_flash = not self._on_cpu and data_types(passed.content)[0] in ("bf16", "fp16")
         for name, values in find_in_model(model, may_flash=may_flash).items():
             self.found.setdefault(name, ScriptSwitch(values))
         wanted = dict(self._wanted)
-        # Ulysses is in the kernel that the model has by now.
+        # Ulysses has replaced the attention kernel of the model by now.
         if config_injection.shared_sequences(arguments) > 1:
             self.found.pop(ATTENTION, None)
             if wanted.get(ATTENTION) is not None:
@@ -100,13 +100,13 @@ class ScriptSwitches:
         if self._has_arguments:
             wanted = {n: v for n, v in wanted.items() if n not in (CHECKPOINTING, LIGER)}
             if recomputation.is_on(model) and not self._is_on_by_arguments:
-                # The script switches it on by itself, as LLaMA-Factory does.
+                # The script itself turned checkpointing on, as LLaMA-Factory does.
                 self.found[CHECKPOINTING] = ScriptSwitch((True, False))
                 if self._wanted.get(CHECKPOINTING) is False:
                     wanted[CHECKPOINTING] = False
         else:
             self.found.setdefault(COMPILE, ScriptSwitch((False, True)))
-            for name in wanted:  # all ranks name the same
+            for name in wanted:  # in the same order on all ranks
                 if known.field_of(name) and name not in (CHECKPOINTING, COMPILE, LIGER):
                     raise InvalidTrial(
                         f"{name} is a field of TrainingArguments, and the script makes none"
@@ -114,25 +114,25 @@ class ScriptSwitches:
         switch_model(model, wanted)
 
     def after_engine(self, engine: Any) -> None:
-        """Compile the engine's model, if the trial needs it and it is not compiled."""
+        """Compile the engine's model if the trial needs that, unless it is compiled already."""
         is_wanted = self._wanted.get(COMPILE) is True and not self._has_arguments
         if (is_wanted or self._deep_compiles) and not engine.is_compiled:
             engine.compile()
 
 
 def cores_of_this_rank() -> int:
-    """Return the number of cores that this rank may use."""
+    """Return this rank's share of the host's cores; 0 if there are fewer cores than ranks."""
     is_bound = os.sched_getaffinity(0) < os.sched_getaffinity(os.getppid())  # by the launcher
     sharers = 1 if is_bound else local_size()
     return len(host_limits.usable_cores()) // sharers
 
 
 def _find_in_arguments(args: Any, config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return switches among the fields of `TrainingArguments`, with their own values first."""
+    """Return the values of each switch in `TrainingArguments`, the script's value first."""
     own = _checkpointing_of(args)
     others: list[Any] = [not own]
-    # A Trainer that has the newer name knows `every_n_layers`. Those of TRL score and generate with
-    # recomputation off, and switch it on again without (trl/models/utils.py).
+    # Trainers with the newer name support `every_n_layers`. TRL's turn recomputation off to score
+    # and to generate, and then on again without this option (trl/models/utils.py).
     of_trl = any(each.__module__.startswith("trl.") for each in type(args).__mro__)
     if hasattr(args, known.NEWER_CHECKPOINTING) and not of_trl:
         others.append(known.EVERY_SECOND)
@@ -158,7 +158,7 @@ def _find_in_arguments(args: Any, config: Mapping[str, Any]) -> dict[str, tuple[
 
 
 def find_in_model(model: Any, *, may_flash: bool) -> dict[str, tuple[Any, ...]]:
-    """Return the switches of a library's model, with their own values first.
+    """Return the values of each switch of a library's model, the model's value first.
 
     `may_flash`: flash attention works here if it is installed.
     """
@@ -180,10 +180,10 @@ def find_in_model(model: Any, *, may_flash: bool) -> dict[str, tuple[Any, ...]]:
 
 
 def switch_model(model: Any, wanted: Mapping[str, Any]) -> None:
-    """Set the switches of a model itself.
+    """Set switches of a model: gradient checkpointing, Liger's kernels, the attention kernel.
 
     Raises:
-        InvalidTrial: the model has no such switch.
+        InvalidTrial: the model lacks a switch or a kernel, or Liger cannot be imported.
     """
     if wanted.get(CHECKPOINTING) is not None and not recomputation.switch(
         model, wanted[CHECKPOINTING]
@@ -203,7 +203,7 @@ def switch_model(model: Any, wanted: Mapping[str, Any]) -> None:
 
 
 def _find_attention_part(model: Any) -> Any:
-    """Return the outermost transformers model that can change its attention kernel."""
+    """Return the outermost transformers model; None if none, or if its attention is fixed."""
     for module in model.modules():
         can_set = getattr(module, "_can_set_attn_implementation", None)
         if callable(getattr(module, "set_attn_implementation", None)) and callable(can_set):
@@ -212,7 +212,7 @@ def _find_attention_part(model: Any) -> Any:
 
 
 def _use_liger(model: Any) -> None:
-    """Use Liger's kernels in a transformers model, as the Trainer does."""
+    """Replace layers of a transformers model by Liger's kernels, as the Trainer does."""
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
     except ImportError as error:
@@ -226,7 +226,7 @@ def _checkpointing_of(args: Any) -> bool:
 
 
 def _set_checkpointing(args: Any, value: Any) -> None:
-    """Enable gradient checkpointing in one of its ways, or disable it."""
+    """Disable gradient checkpointing, or enable it, with the options of a named variant."""
     name = known.NEWER_CHECKPOINTING
     if not hasattr(args, name):
         name = CHECKPOINTING
@@ -234,10 +234,10 @@ def _set_checkpointing(args: Any, value: Any) -> None:
     if isinstance(value, str):
         names = (f"{name}_kwargs", f"{CHECKPOINTING}_kwargs")
         own: Any = next(filter(None, (getattr(args, each, None) for each in names)), {})
-        own = json.loads(own) if isinstance(own, str) else own  # of the command line, not read yet
+        own = json.loads(own) if isinstance(own, str) else own  # from the command line, unparsed
         setattr(args, f"{name}_kwargs", {**own, **known.checkpointing(value)})
 
 
 def _text(value: Any) -> Any:
-    """Return the value of an enumeration's member."""
+    """Return the value of an enumeration's member, or any other value unchanged."""
     return getattr(value, "value", value)

@@ -21,14 +21,14 @@ from dsat.values.parallelism import SEQUENCE_SIZE
 
 _INFINITIES = (math.inf, -math.inf)
 RECORD_PREFIX = "rank-"
-_SPAWNED = "--multiprocessing-fork"  # of a process that multiprocessing starts an interpreter for
+_SPAWNED = "--multiprocessing-fork"  # argument of a process that multiprocessing spawns
 
 
 def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
-    """Write a record of the first run when this process calls `deepspeed.initialize` to train.
+    """In the first run, record this process when it calls `deepspeed.initialize` to train.
 
-    `start` has pid, argv, cwd, cores and env at the process's start. With `waits`, the process then
-    waits to be ended instead of training.
+    `start` has pid, argv, cwd, cores and env at the process's start. With `waits`, the process does
+    not train: after the record it waits to be ended. In other runs, do nothing.
     """
     records = folder / RECORDS_FOLDER
     written: list[Path] = []
@@ -38,7 +38,7 @@ def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
         if written or passed is None:
             return
         config = passed.content
-        if config_injection.accelerate_makes_engines():  # it computes this from the others
+        if config_injection.accelerate_makes_engines():  # which computes this from the others
             config = {key: value for key, value in config.items() if key != "train_batch_size"}
         if (shared := config_injection.shared_sequences(arguments)) > 1:
             config = {**config, SEQUENCE_SIZE: shared}
@@ -56,7 +56,7 @@ def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
 def _describe_process(
     folder: Path, start: Mapping[str, Any], config: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields of a `RankStart`."""
+    """Return the fields of a `RankStart` (`dsat.command.recorded_start`)."""
     rank, size = rank_and_size()
     # A script may choose its devices itself, before it imports torch.
     chosen = {name: os.environ[name] for name in VISIBLE if name in os.environ}
@@ -68,7 +68,7 @@ def _describe_process(
         "prefix": sys.prefix,
         "version": list(sys.version_info[:2]),
         "command": list(sys.orig_argv),
-        # A spawned process gets those of the process that has spawned it.
+        # A spawned process now has the arguments of the process that spawned it.
         "argv": list(sys.argv) if _SPAWNED in start["argv"] else start["argv"],
         "cwd": start["cwd"],
         "cores": start["cores"],
@@ -82,7 +82,7 @@ def _describe_process(
 
 
 def _drop_hook(folder: Path, env: Mapping[str, str], cwd: str) -> dict[str, str]:
-    """Return variables without dsat's folders in `PYTHONPATH`, whose entries become absolute."""
+    """Return variables with a `PYTHONPATH` of absolute entries, without dsat's folders."""
     found = dict(env)
     entries = found.pop("PYTHONPATH", "").split(os.pathsep)
     paths = [Path(cwd, entry) for entry in entries if entry]
@@ -91,7 +91,7 @@ def _drop_hook(folder: Path, env: Mapping[str, str], cwd: str) -> dict[str, str]
 
 
 def _drop_infinities(value: Any) -> Any:
-    """Drop infinities, which JSON cannot represent: accelerate prints "every infinite steps"."""
+    """Drop infinities in dicts, as accelerate's `steps_per_print`; JSON cannot represent them."""
     if isinstance(value, dict):
         return {key: _drop_infinities(v) for key, v in value.items() if v not in _INFINITIES}
     return [_drop_infinities(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -1,4 +1,4 @@
-"""Record of optimizer steps while they run: marks of time, batches, losses and memory."""
+"""Record of optimizer steps while they run: times, batches, losses and memory."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class StepMarks:
         number: of the step, counted from 1; 0 until it is made.
         losses: number of losses that began backward passes.
         evaluated: whether the model was called outside of training.
-        backward_began: begin of the script's own backward pass, if one is running.
-        waited_before_s, waited_s: seconds of waiting for data loaders, before this step and in it.
+        backward_began: start of the script's own backward pass; None if none is running.
+        waited_before_s, waited_s: seconds of waiting for data loaders, before and in this step.
     """
 
     begin: Any
@@ -48,22 +48,22 @@ class StepMarks:
 
     @property
     def micro_steps(self) -> int:
-        """Number of micro batches that went through; 0 if that cannot be seen.
+        """Number of micro batches that the step processed; 0 if unknown.
 
-        A script may call the model twice for one loss (pairs), or give it two losses; and it may
-        leave out the engine's `forward` or `backward`, but hardly both.
+        A script may call the model twice for one loss (pairs), or compute two losses from one call.
+        It may bypass the engine's `forward` or `backward`, but hardly both.
         """
         seen = [n for n in (len(self.calls), self.losses or len(self.phases["backward"])) if n]
         return min(seen, default=0)
 
     def is_full(self, spec: MeterSpec) -> bool:
-        """Return whether no micro step and no sample is missing, as at the end of an epoch."""
+        """Return whether no micro step or sample is missing, as some are at the end of an epoch."""
         enough = self.micro_steps == 0 or self.micro_steps >= spec.gas
         rows = [call.rows for call in self.calls if call.rows is not None]
         return enough and all(count >= spec.micro_batch for count in rows)
 
     def samples(self, spec: MeterSpec) -> float:
-        """Number of samples; a micro batch that cannot be counted is assumed to be full."""
+        """Return the number of samples; a micro batch that cannot be counted counts as full."""
         if not self.calls:
             return float(spec.micro_batch * (self.micro_steps or spec.gas))
         fed = sum(spec.micro_batch if call.rows is None else call.rows for call in self.calls)
@@ -76,7 +76,7 @@ class StepMarks:
         return float(sum(float(call.tokens) for call in self.calls))
 
     def milliseconds(self, clock: Clock) -> list[float]:
-        """Return latency, sums of the phases, and the wait for data outside of phases."""
+        """Return the latency, the sum of each phase, and the wait for data outside of phases."""
         sums = [sum(clock.ms(a, b) for a, b in self.phases[phase]) for phase in PHASES]
         latency = clock.ms(self.begin, self.end)
         # An asynchronous device may still be computing while the host waits.
@@ -84,7 +84,7 @@ class StepMarks:
 
 
 class _Hook:
-    """A module's hook, which does nothing in copies of the module, pickled ones included."""
+    """Hook of a module, which does nothing in copies of the module, pickled ones included."""
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         self.call = call
@@ -105,7 +105,7 @@ class StepRecorder:
         take: receives the marks of each optimizer step, and whether fp16 skipped it.
 
     Attributes:
-        notes_memory: whether peaks are recorded by phase, which costs time; during warm-up only.
+        notes_memory: whether peaks are recorded by phase: only in warm-up, because that costs time.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class StepRecorder:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Return whether the device runs beside the host, with clocks that need a warm-up."""
+        """Return whether the device is asynchronous, with clock rates that need a warm-up."""
         return self.memory.has_allocator
 
     @property
@@ -146,7 +146,7 @@ class StepRecorder:
         return getattr(self._engine, "_is_gradient_accumulation_boundary", None) is not None
 
     def restart(self) -> None:
-        """Begin the current optimizer step now."""
+        """Restart the current optimizer step now."""
         self.marks = StepMarks(begin=self.clock.mark())
 
     def forward(self, call: Call) -> Any:
@@ -193,7 +193,7 @@ class StepRecorder:
         return result
 
     def follow_evaluations(self) -> None:
-        """Record calls of the model outside of training, as for generation."""
+        """Record calls of the model outside of training, for example for generation."""
 
         def before(*_: Any) -> None:
             if not (self._in_forward or is_training(self._engine) or is_in_backward()):
@@ -205,7 +205,7 @@ class StepRecorder:
                 part.register_forward_pre_hook(hook)
 
     def follow_module(self) -> None:
-        """Record calls of a script that calls the model itself, never the engine."""
+        """Record calls of the model itself, for a script that never calls the engine."""
 
         def before(_: Any, args: Any, kwargs: Any) -> None:
             if not self._in_forward and is_training(self._engine) and not is_in_backward():

@@ -1,8 +1,8 @@
 """Statistics of a trial's step times: mean, confidence interval, accidents of the host.
 
 Steps that follow each other are not independent: a machine is slower for a while, and then faster.
-The interval takes them for a first-order autoregressive process whose coefficient is unknown, and
-averages over it; with Student's t for independent steps it would be far too narrow.
+The interval models them as a first-order autoregressive process and averages over the unknown
+coefficient; Student's t for independent steps would give a far too narrow interval.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _LARGEST_COEFFICIENT = 0.97
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The steps of a measurement.
+    """Statistics of the step times of a measurement.
 
     Attributes:
         mean: of the ordinary steps, in the unit of the values.
         ci95: half-width of the 95 % interval of the mean, as a fraction of it; infinite for fewer
             than three steps.
         accidents: positions of steps that took far longer by accident; they are not in the mean.
-        lost: what the accidents took beyond the mean, as a fraction of the ordinary steps' time.
+        lost: excess time of the accidents over the mean, as a fraction of the ordinary steps' time.
     """
 
     mean: float
@@ -49,11 +49,11 @@ class StepTimes:
 
 
 def summarize(values: Sequence[float], may_be_accident: Sequence[bool] | None = None) -> StepTimes:
-    """Return the mean of step times, with an interval that holds for autocorrelated steps.
+    """Return statistics of step times; the interval allows for autocorrelated steps.
 
     Args:
-        may_be_accident: whether nothing in the training explains a long step (more tokens, say, or
-            waiting for data); by default True for all.
+        may_be_accident: for each step, whether nothing in the training (such as more tokens, or
+            waiting for data) would explain a long time; by default True for all.
     """
     accidents = _accidents(values, may_be_accident or [True] * len(values))
     kept = [value for i, value in enumerate(values) if i not in accidents]
@@ -72,7 +72,7 @@ def relative_ci95(values: Sequence[float]) -> float:
     at the plain mean.
 
     Returns:
-        Infinity for fewer than three values: nothing is known of their coefficient.
+        Infinity for fewer than three values, whose coefficient is unknown; 0 if all are equal.
     """
     import numpy as np
 
@@ -114,14 +114,14 @@ def relative_ci95(values: Sequence[float]) -> float:
 
 
 def steps_wanted(count: int, ci95: float, most: int) -> int:
-    """Return the number of steps to measure before the next check."""
+    """Return the total number of steps to measure before the next check, above `count`."""
     wanted = count + 1 if math.isinf(ci95) else math.ceil(count * (ci95 / CI_TARGET) ** 2)
-    # At most twice as many at a time: the first few steps say little of the spread.
+    # At most double: the first few steps hardly show the spread.
     return max(count + 1, min(most, wanted, 2 * count))
 
 
 def _accidents(values: Sequence[float], may_be: Sequence[bool]) -> list[int]:
-    """Return positions of steps far beyond the others, if they are rare."""
+    """Return positions of far longer steps, if they are rare and all may be accidents."""
     median = statistics.median(values)
     spread = 1.4826 * statistics.median([abs(value - median) for value in values])
     bound = median + max(_FAR * spread, _FAR_AT_LEAST * median)

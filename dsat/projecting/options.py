@@ -21,7 +21,7 @@ from dsat.prepare.target import ModelSettings
 
 
 def _cards_of_kind(value: str) -> tuple[int, str]:
-    """Return the number and the name of `64xH100`."""
+    """Parse `64xH100` into number and name of the cards."""
     found = re.fullmatch(r"\s*([\d.+-]+)\s*[xX]\s*(.+)", WORD.read(value))
     if found is None:
         raise ValueError(f"invalid cards {value!r} (for example 64xH100)")

@@ -13,7 +13,7 @@ from dsat.values.table import Table
 from dsat.values.zero_strategy import Strategy
 
 _DAY_S = 86_400
-_NEARLY_SAME = 0.02  # of a step
+_NEARLY_SAME = 0.02  # as a fraction of a step
 # Units of time, with the number of each in a day.
 _UNITS = ((1, "days"), (24, "hours"), (24 * 60, "minutes"), (_DAY_S, "seconds"))
 NOT_MODELLED = (
@@ -29,8 +29,8 @@ class Row:
     Attributes:
         gas: accumulation steps.
         memory_bytes: predicted peak of a card.
-        fits: whether that leaves 5 % free.
-        mfu: FLOPs of the model, without recomputation, divided by the cards' peak.
+        fits: whether a card has this memory and 5 % more.
+        mfu: FLOP/s of the model, without recomputation, divided by the cards' peak.
     """
 
     strategy: Strategy
@@ -76,18 +76,18 @@ class Projection:
     """Predicted training on cards of one kind.
 
     Attributes:
-        name: of the experiment, the script or the model.
+        name: name of the experiment, the script or the model.
         count: number of cards that the user asks about.
         network_bandwidth: bytes/s of a card to other hosts.
         parameters, trained: number of all parameters, and of the trained ones.
         sequence_length: tokens of a sample; None if samples are not sequences.
-        recomputes: `on`, `off`, or None where activation checkpointing is as the script has it.
-        own: the user's configuration on each number of cards.
-        best: the fastest strategies, by number of cards.
-        failures: why strategies could not be simulated.
+        recomputes: activation checkpointing, `on` or `off`; None if the script decides it.
+        own: the user's configuration on each number of cards; empty without one.
+        best: the fastest strategies that fit, by number of cards; without numbers that none fits.
+        failures: why strategies could not be simulated, by their labels.
         calibrated_by: number of measured trials that corrected the projection.
-        tokens: number of tokens of the whole training.
-        price: price of a card for an hour.
+        tokens: number of tokens of the whole training; None if not given.
+        price: price of a card for an hour; None if not given.
     """
 
     name: str
@@ -106,7 +106,7 @@ class Projection:
     price: float | None = None
 
     def training(self, row: Row) -> dict[str, Any] | None:
-        """Return time, card-hours and cost of the training; None if its tokens are unknown."""
+        """Return time, card-hours and, with a price, cost; None without tokens or sequences."""
         if self.tokens is None or self.sequence_length is None:
             return None
         seconds = self.tokens / (row.samples_per_second * self.sequence_length)
@@ -159,7 +159,7 @@ def _asked(shown: Projection) -> tuple[Row, ...]:
 
 
 def summary(shown: Projection) -> str:
-    """Return the model, the cards, and the time and cost if the user asks for them."""
+    """Return the model, the cards, and time and cost if asked for; or that nothing fits."""
     card, gpus = shown.card, fmt.count(shown.count, "GPU")
     trained = f" ({shown.trained:,} trained)" if shown.trained < shown.parameters else ""
     text = [
@@ -180,7 +180,7 @@ def summary(shown: Projection) -> str:
 
 
 def comparison(shown: Projection) -> list[str]:
-    """Return what all strategies have in common, and why the fastest one is faster."""
+    """Return what all strategies have in common, and why the first beats the second."""
     asked = _asked(shown)
     if not asked:
         return []
@@ -197,7 +197,7 @@ def comparison(shown: Projection) -> list[str]:
 
 
 def _why(first: Row, second: Row) -> str:
-    """Return which part of the step makes a strategy faster than another."""
+    """Return which part of the step makes the first strategy faster than the second."""
     saved_s = second.time.seconds - first.time.seconds
     names = f"{first.strategy.label} and {second.strategy.label}"
     if saved_s <= _NEARLY_SAME * second.time.seconds:
@@ -264,7 +264,7 @@ def _notes(shown: Projection) -> list[str]:
 
 
 def _rate(row: Row, tokens: int | None) -> str:
-    """Return `12,300 tokens/s (10,100 to 14,900)`, or samples if they have no tokens."""
+    """Return `12,300 tokens/s (10,100 to 14,900)`; samples/s if `tokens` per sample is None."""
     value, unit = row.samples_per_second * (tokens or 1), "tokens/s" if tokens else "samples/s"
     low, high = row.spread
     return f"{_number(value)} {unit} ({_number(low * value)} to {_number(high * value)})"

@@ -1,7 +1,7 @@
-"""`dsat project`: what a training will do on cards of a named kind, before anybody rents them.
+"""`dsat project`: predict the speed and memory of a training on cards of a named kind.
 
 One simulated step of each strategy gives its kernels and collectives. Their seconds follow from the
-table of cards (`dsat.search.cards`) and the physical model of the search.
+table of cards (`dsat.search.cards`) and the search's physical model (`dsat.search.step_time`).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _BEST = 3  # strategies to show for each number of cards
 
 
 def project(settings: ProjectSettings) -> Projection:
-    """Project the training of a script, or of a model's configuration, to other cards.
+    """Project the training of a script, or of a model's configuration, to named cards.
 
     Raises:
         UserInputError: the settings, the files or the run are wrong.
-        DsatError: no strategy can be simulated.
+        DsatError: the script or every strategy cannot be simulated, or the journal is damaged.
     """
     past = None if settings.from_run is None else past_runs.load(settings.from_run)
     count, name = settings.to
@@ -59,7 +59,7 @@ def project(settings: ProjectSettings) -> Projection:
         trials = [] if past is None else past.run.trials.values()
         accumulates = any(trial.batch.gas > 1 for trial in trials)
         total = settings.train_batch_size
-        if total is not None or not settings.has_own:  # then the batch sizes are defaults of ours
+        if total is not None or not settings.has_own:  # then batch sizes are dsat's
             batch = {} if total is None else {ds_config.BATCH_KEYS[0]: total}
             others = {k: v for k, v in model.config.items() if k not in ds_config.BATCH_KEYS}
             model = replace(model, config={**others, **batch})
@@ -90,10 +90,10 @@ def _check_slots(traced: Traced, count: int) -> None:
 
 
 def measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metrics]]:
-    """Return the trials of a run that measured the user's own model.
+    """Return strategy, trial and metrics of each trial that measured the model as it is now.
 
     Raises:
-        UserInputError: the run is of another model, or has no such trial.
+        UserInputError: the run has another model or sample length, or no such trial.
     """
     run, where = past.run, str(past.folder)
     profile, facts, own_flops = run.profile, traced.facts, traced.model.model_flops_per_sample
@@ -136,20 +136,20 @@ class Projector:
         self._calibrated_by = 0
 
     def calibrate(self, past: PastRun) -> None:
-        """Correct all predictions by the trials of a run of the same script.
+        """Correct all predictions by the trials of a run of the same model.
 
         Raises:
-            UserInputError: none of its trials is of use here.
+            UserInputError: the run is of another model, or none of its trials can be used.
         """
         run, traced = past.run, self._traced
         slots, machine = run.plan.slots_per_trial, str(run.info.get("machine", ""))
-        if "CPU core" in machine or "cpu slot" in machine:  # of the last release
+        if "CPU core" in machine or "cpu slot" in machine:  # "cpu slot" in runs of the last release
             problem = "was measured on processor cores, which say nothing of cards"
             raise UserInputError(problem, where=str(past.folder))
         named = run.profile.device_name if run.profile else ""
         card = cards.find(named or machine)
         network = card.network_bandwidth
-        if self._network is not None and card == self._card:  # the network is theirs, too
+        if self._network is not None and card == self._card:  # --network is the run's, too
             network = self._network
         cluster = Cluster(card, slots, run.plan.slots_per_host or slots, network)
         points, log_s, errors = [], [], []
@@ -170,7 +170,7 @@ class Projector:
         self._calibrated_by = len(points)
 
     def projection(self, title: str, settings: ProjectSettings) -> Projection:
-        """Return the answers."""
+        """Return the projection for the number of cards in `settings` and all of `SIZES`."""
         traced, (count, _) = self._traced, settings.to
         sizes = sorted({count, *SIZES})
         of_own = sizes if settings.has_own else ()
@@ -194,7 +194,7 @@ class Projector:
         )
 
     def _best(self, slots: int) -> tuple[Row, ...]:
-        """Return the fastest strategies that fit, each at its best micro batch."""
+        """Return up to `_BEST` strategies that fit, fastest first, each at its best micro batch."""
         traced, found = self._traced, []
         samples = traced.global_batch(slots) // traced.parallelism.data(slots)
         sizes = [m for m in range(1, min(samples, _LARGEST_MICRO_BATCH) + 1) if samples % m == 0]
@@ -214,7 +214,7 @@ class Projector:
         return tuple(sorted(found, key=order)[:_BEST])
 
     def row(self, strategy: Strategy, slots: int, micro_batch: int) -> Row | None:
-        """Project one configuration; None if it is not simulated or cannot share the batch."""
+        """Project one configuration; None if not simulated, or if the batch is not divisible."""
         traced = self._traced
         gas, parallelism = traced.gas(slots, micro_batch), traced.parallelism
         if strategy not in traced.traces or gas < 1 or slots % parallelism.shared:

@@ -1,7 +1,7 @@
-"""Seconds of traced configurations on named cards, with an interval.
+"""Predicted step times of traced configurations on named cards, with intervals.
 
-The physical model (`dsat.search.step_time`) with terms as the table of cards has them. Trials that
-were measured, on the same cards or others, correct the terms and narrow the interval.
+The physical model (`dsat.search.step_time`) gets its terms from the table of cards. Measured
+trials, on the same cards or others, correct the terms and narrow the intervals.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dsat.search.speed import Points, Posterior, Prior, fit
 from dsat.search.step_time import COLUMNS, FACTORS, Hardware
 from dsat.values.zero_strategy import Strategy
 
-# Standard deviation of the logarithm of a step, whatever the factors: of any configuration, what
-# of that is its strategy's, and what trials on one kind of card do not tell of another.
+# Standard deviations of the logarithm of a step beside the factors: of each configuration, of the
+# difference between two strategies, and between kinds of cards if trials ran on another kind.
 _SD, _STRATEGY_SD, _OTHER_CARD_SD = 0.05, 0.03, 0.10
 _NORMAL_90 = 1.645
-# Columns that a part of the step consists of; what is left are the kernels.
+# Columns of each part of a step; kernels and launches are what remains.
 _PARTS = {
     "communication": (
         *("reduced", "reduced_last", "reductions", "waited", "gathered", "gathers"),
@@ -39,8 +39,8 @@ class StepTime:
     """A predicted optimizer step.
 
     Attributes:
-        seconds: of the step.
-        low_s, high_s: between them with 90 %.
+        seconds: duration of the step.
+        low_s, high_s: ends of the 90 % interval.
         parts: seconds by part: `kernels`, `launches` (the host, beyond the kernels),
             `communication` that nothing hides, `optimizer`, `copies`.
     """
@@ -55,8 +55,8 @@ class ProjectedSpeed:
     """Predictions for one kind of card.
 
     Args:
-        hardware: of the card.
-        strategies: all that will be asked about or were measured.
+        hardware: speed of the card.
+        strategies: all strategies to predict, and those of measured trials.
     """
 
     def __init__(self, hardware: Hardware, strategies: Sequence[Strategy]) -> None:
@@ -69,17 +69,17 @@ class ProjectedSpeed:
     def calibrated(
         self, measured_on: Hardware, points: Points, log_s: Array, error: Array
     ) -> ProjectedSpeed:
-        """Return predictions that are corrected by trials.
+        """Return predictions that are corrected by n trials.
 
         Args:
             measured_on: the hardware of the trials.
-            points: their configurations, of `points`.
-            log_s: natural logarithms of the seconds of their steps.
-            error: the standard error of each.
+            points: their configurations, made by the method `points`.
+            log_s: natural logarithms of the seconds of their steps, (n,).
+            error: standard errors of `log_s`, (n,).
         """
         hardware = self._prior.hardware
         found = ProjectedSpeed(hardware, self._strategies)
-        # What the script reaches is told by its trials alone.
+        # Only trials show what part of the peak the script reaches, so its prior is the search's.
         unknown = {**PRIORS, "compute": FACTORS["compute"]}
         there = replace(self._prior, hardware=measured_on, factors=unknown)
         posterior = fit(there, points, log_s, error)
@@ -89,7 +89,7 @@ class ProjectedSpeed:
         return found
 
     def points(self, work: Array, strategy: Strategy, micro_batch: int, gas: int) -> Points:
-        """Return one configuration, with its work (of `traced_work.work_of`)."""
+        """Return one configuration as arrays; `work` is the result of `traced_work.work_of`."""
         return Points(
             work=work[None, :],
             micro_batch=np.array([float(micro_batch)]),
@@ -106,7 +106,7 @@ class ProjectedSpeed:
         return StepTime(seconds, seconds / spread, seconds * spread, self._parts(points, seconds))
 
     def _parts(self, points: Points, seconds: float) -> dict[str, float]:
-        """Divide a step by what it would take without the columns of each part."""
+        """Split a step into parts: what it would save without the columns of each, in turn."""
         left, before, parts = points, self._physical(points), {}
         scale = seconds / before
         for name, columns in _PARTS.items():

@@ -1,12 +1,11 @@
 """Work of a simulated step on named cards, for the physical model of a step's time.
 
-Kernels take as long as a roofline says: FLOPs over what the card reaches, or bytes over the
-bandwidth of its memory, and never less than a kernel's start. Collectives move their bytes over the
-slowest link of a ring and wait once for each hop. The host launches kernels and runs the hooks of
-DeepSpeed's parameters; what it needs longer than the kernels, it adds.
+A roofline gives the time of kernels: FLOPs over the FLOP/s that the card reaches, or bytes over the
+bandwidth of its memory. Computing kernels take the shortest kernel's time in addition, others at
+least that. Collectives move bytes over links and wait for each hop (`Network`). The host launches
+kernels and runs the hooks of parameters; a step takes longer if the host is slower than kernels.
 
-The columns are those of `dsat.search.step_time.work`, so that the same terms are calibrated by the
-same trials.
+The columns are those of `dsat.search.step_time.work`, so that trials calibrate the same terms.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from dsat.values.step_trace import (
 )
 
 _PASSES = (FORWARD, BACKWARD)
-_UNIT_S = 1e-3  # of launches
-# Seconds of a processor core in which DeepSpeed's hooks of a trained parameter run in a forward and
+_UNIT_S = 1e-3  # the unit of launches and hooks
+# Seconds of a processor core that DeepSpeed's hooks of one trained parameter take in a forward and
 # in a backward pass, by stage (measured with 300 small layers, DeepSpeed 0.19.8).
 _HOOKS_S = {0: (0.0, 0.0), 1: (0.0, 3.5e-5), 2: (0.0, 6e-5), 3: (5.3e-4, 4e-4)}
 # Bytes/s that an optimizer on the host moves with one thread (a row of the benchmark, whose
@@ -49,8 +48,8 @@ _HOOKS_S = {0: (0.0, 0.0), 1: (0.0, 3.5e-5), 2: (0.0, 6e-5), 3: (5.3e-4, 4e-4)}
 # (DeepSpeed#6834: 10 s for 2.27 billion parameters on each of 8 cards of a DGX A100).
 _THREAD_BANDWIDTH, _HOST_PART = 3e9, 0.26
 
-# Mean and standard deviation of the logarithm of a factor on each term where nothing has been
-# measured. That of all kernels is what scripts reach of this roofline, by the fitted rows of
+# Mean and standard deviation of the logarithms of the learned factors before any measurement.
+# "compute" says how much slower than this roofline scripts are, in the fitted rows of
 # benchmarks/projection.py.
 PRIORS = {
     "compute": (0.25, 0.18),
@@ -66,10 +65,10 @@ class Cluster:
     """Hosts of one kind of card.
 
     Attributes:
-        slots: cards in all.
+        slots: number of all cards.
         per_host: cards of a host.
         network_bandwidth: bytes/s of a card to other hosts.
-        threads: of a rank; 0 for its share of the host's cores, as trials that offload have them.
+        threads: threads of a rank; 0 for its share of the host's cores, as in offloading trials.
     """
 
     card: Card
@@ -82,13 +81,13 @@ class Cluster:
     def of(
         cls, card: Card, slots: int, network_bandwidth: float | None = None, threads: int = 0
     ) -> Cluster:
-        """Return a cluster of usual hosts."""
+        """Return a cluster of usual hosts; by default with their usual network."""
         network = card.network_bandwidth if network_bandwidth is None else network_bandwidth
         return cls(card, slots, card.per_host, network, threads)
 
     @property
     def host_bandwidth(self) -> float:
-        """Bytes/s of a rank's optimizer on the host: its threads', to its share of the memory."""
+        """Bytes/s of a rank's optimizer on the host, limited by its threads and memory share."""
         card, ranks = self.card, min(self.slots, self.per_host)
         usual = max(1, card.per_host * card.host_cores // ranks)
         memory = card.per_host * card.host_bandwidth * _HOST_PART / ranks
@@ -96,13 +95,13 @@ class Cluster:
 
     @property
     def network(self) -> Network:
-        """The links among its cards."""
+        """The links among the cluster's cards."""
         card = self.card
         return Network(card.link_bandwidth, self.network_bandwidth, self.per_host, card.protocols)
 
 
 def hardware_of(card: Card) -> Hardware:
-    """Return what a card does in a second with traced work, which is counted in seconds of it."""
+    """Return a card's speed for traced work: launches in `_UNIT_S`, host optimizer in seconds."""
     return replace(
         step_time.hardware_of(card, 2),
         host_memory_bandwidth=1.0,
@@ -112,14 +111,14 @@ def hardware_of(card: Card) -> Hardware:
 
 
 def scaled(trace: StepTrace, slots: int, *, sharded: bool) -> StepTrace:
-    """Return the trace of another number of data-parallel slots.
+    """Return a trace scaled to another number of slots.
 
-    Groups of all ranks, or of every so many of them, grow with their number; others, such as those
-    of tensor parallelism, stay.
+    Groups that span all ranks, also with a stride, grow with their number; smaller groups, such as
+    those of tensor parallelism, keep their size.
 
     Args:
-        trace: of a number of slots.
-        sharded: each rank updates its own part of the parameters.
+        slots: the new number of slots.
+        sharded: each rank updates only its part of the parameters.
     """
     ratio = slots / trace.slots
 
@@ -147,15 +146,15 @@ def work_of(
     stage: int,
     parallelism: Parallelism = DATA_ONLY,
 ) -> Array:
-    """Count what a configuration does, (number of columns,), as `step_time.work` does.
+    """Return the work of a configuration in the columns of `step_time`, (number of columns,).
 
     Args:
-        trace: of the configuration, `scaled` to the cluster's slots, at any micro batch.
-        model: the model's own passes.
+        trace: step of the configuration, `scaled` to the cluster's slots, at any micro batch.
+        model: passes of the model without DeepSpeed.
         micro_batch: samples of a micro step.
-        cluster: that runs it.
-        stage: of ZeRO.
-        parallelism: by which slots share samples, and with them the model's kernels.
+        cluster: the cluster that runs the step.
+        stage: ZeRO stage.
+        parallelism: division of samples, and so of the model's kernels, among slots.
     """
     card, hardware, shared = cluster.card, hardware_of(cluster.card), parallelism.shared
     collectives = _at(trace, micro_batch, parallelism)
@@ -170,7 +169,7 @@ def work_of(
         collectives += [replace(group, last=False) for group in collectives]
     hooks_s = _hooks_s(kernels, stage) * trace.parameters
     hooks_s += _pair_s(stage) * trace.parameters**2
-    # The host's part of the passes takes as long as so many bytes more over its link.
+    # Converts bytes of host work in the passes to bytes that the link moves in the same time.
     pcie_for_host = hardware.pcie_bandwidth / cluster.host_bandwidth
     once = {kind: _once(trace, kind) if every else 0.0 for kind in (MEMORY, HOST, TRANSFER)}
     found = {
@@ -195,7 +194,7 @@ def work_of(
 
 
 def _hooks_s(kernels: Sequence[Kernels], stage: int) -> float:
-    """Return the seconds of a parameter's hooks in a micro step, with those of recomputation."""
+    """Return the seconds of a parameter's hooks in a micro step, including recomputation."""
     forward, backward = (
         sum(k.flops * k.count for k in kernels if k.phase == phase) for phase in _PASSES
     )
@@ -204,13 +203,13 @@ def _hooks_s(kernels: Sequence[Kernels], stage: int) -> float:
 
 
 def _pair_s(stage: int) -> float:
-    """Seconds that each pair of trained parameters adds, by a fault of some DeepSpeed versions."""
+    """Seconds per pair of trained parameters, due to a fault of the installed DeepSpeed."""
     faults = hazards.of_version(version("deepspeed"))
     return sum(fault.pair_s for fault in faults if stage in fault.stages)
 
 
 def _compute_s(kernels: Iterable[Kernels], phase: str, card: Card) -> float:
-    """Seconds of the kernels of a phase that compute."""
+    """Seconds of the computing kernels of a phase."""
     total = 0.0
     for k in kernels:
         if k.phase == phase and k.kind in COMPUTE_KINDS:
@@ -231,19 +230,19 @@ def _memory_s(kernels: Iterable[Kernels], phase: str, card: Card) -> float:
 
 
 def _once(trace: StepTrace, kind: str) -> float:
-    """Bytes of the last micro step's passes beyond those of each before it."""
+    """Bytes that the last micro step's passes move beyond those of an earlier micro step."""
     last, each = (trace.bytes_of(kind, _PASSES, last=of) for of in (True, False))
     return max(0.0, last - each)
 
 
 def _added_bytes(trace: StepTrace, model: ModelTrace, *, last: bool) -> float:
-    """Bytes that the engine moves in the passes beside what the model's own kernels do."""
+    """Bytes that the engine moves in the passes in addition to the model's own kernels."""
     of_model = sum(k.bytes * k.count for k in model.at(trace.micro_batch) if k.kind == MEMORY)
     return max(0.0, trace.bytes_of(MEMORY, _PASSES, last=last) - of_model)
 
 
 def _at(trace: StepTrace, micro_batch: int, parallelism: Parallelism) -> list[Collectives]:
-    """Return a trace's collectives at another micro batch: those of activations grow with it."""
+    """Return collectives for another micro batch: those that carry activations scale with it."""
     ratio = micro_batch / trace.micro_batch
 
     def carries_activations(group: Collectives) -> bool:

@@ -1,4 +1,4 @@
-"""One simulated step of each strategy, from which those of all numbers of cards follow."""
+"""One simulated step of each strategy, which is then scaled to any number of cards."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from dsat.values.zero_strategy import Strategy, of_config
 _log = logging.getLogger(__name__)
 SIZES = tuple(2**n for n in range(10))  # 1 to 512 cards
 _HPZ = "zero_optimization.zero_hpz_partition_size"
-_STEP_TOKENS = 16_384  # of a device
-_LEAST_TRACED = 8  # slots: collectives of fewer say nothing of more
+_STEP_TOKENS = 16_384  # of each device
+_LEAST_TRACED = 8  # slots; collectives among fewer cannot be scaled to more
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ class Traced:
 
     Attributes:
         base: the user's DeepSpeed configuration.
-        model: the passes of the model alone.
+        model: the passes of the model without DeepSpeed.
         traces: a step of each strategy, and its memory.
         failures: why strategies could not be simulated, by their labels.
-        sequence_length: tokens of a sample; None if samples are no sequences.
+        sequence_length: tokens of a sample; None if samples are not sequences.
     """
 
     base: Mapping[str, Any]
@@ -60,20 +60,20 @@ class Traced:
 
     @property
     def own_micro_batch(self) -> int:
-        """Micro batch of the user's configuration; 1 where it leaves that open."""
+        """Micro batch of the user's configuration; 1 if it has none."""
         given = self.base.get(ds_config.BATCH_KEYS[1])
         return given if isinstance(given, int) else 1
 
     @property
     def parallelism(self) -> Parallelism:
-        """Slots that share a sample by the user's configuration."""
+        """How slots share samples in the user's configuration."""
         return parallelism_of(self.base)
 
     def global_batch(self, slots: int) -> int:
         """Return the samples of an optimizer step, the same for all strategies.
 
-        Where the configuration gives no batch, each device has a power of two of samples that
-        together have about 16,384 tokens.
+        Without batch sizes in the configuration, each data-parallel group gets the smallest power
+        of two of samples that has 16,384 tokens (of one each, if samples are not sequences).
         """
         total, *of_device = (self.base.get(key) for key in ds_config.BATCH_KEYS)
         if isinstance(total, int):
@@ -95,7 +95,7 @@ class Traced:
         return with_strategy(self.base, strategy, slots)
 
     def work(self, strategy: Strategy, micro_batch: int, cluster: Cluster) -> Array:
-        """Count what a strategy does on a cluster; see `traced_work.work_of`."""
+        """Return the work of a strategy on a cluster; see `traced_work.work_of`."""
         step, _ = self.traces[strategy]
         of_slots = scaled(step, cluster.slots, sharded=strategy.stage > 0)
         stage, parallelism = strategy.stage, self.parallelism
@@ -108,7 +108,7 @@ class Traced:
     def memory(
         self, strategy: Strategy, slots: int, micro_batch: int, card: Card
     ) -> tuple[int, bool]:
-        """Return the predicted peak of a card in bytes, and whether it fits with room to spare."""
+        """Return the predicted peak of a card in bytes, and whether it and 5 % more fit."""
         gas = {ds_config.BATCH_KEYS[2]: max(1, self.gas(slots, micro_batch))}
         model = MemoryModel(self._basis, slots=slots, limit_bytes=card.memory_bytes, on_device=True)
         shape = model.shape({**self.config(strategy, slots), **gas}, {})
@@ -131,16 +131,16 @@ def trace(
 
     Raises:
         SimulationUnavailable: the script cannot be simulated.
-        DsatError: no strategy can be.
+        DsatError: no strategy can be simulated.
     """
     base, simulator = simulated.config, simulated.simulator
     facts, model = simulator.traced_facts(base)
     found = Traced(base, facts, model, {}, {}, simulator.script.sequence_length)
-    # More than those of any group, whose collectives are then told from those of all ranks.
+    # More slots than any group has, to distinguish its collectives from those of all ranks.
     shared, group = found.parallelism.shared, int(ds_config.at(base, _HPZ) or 1)
     slots = shared * math.ceil(max(slots, _LEAST_TRACED, 2 * shared, 2 * group) / shared)
     strategies = list(dict.fromkeys(choose(found)))
-    # Later micro steps of a step are like the first of two.
+    # Two micro steps suffice: all except the last are like the first.
     accumulates = accumulates or any(found.gas(n, 1) > 1 for n in (*SIZES, slots))
     gas = {ds_config.BATCH_KEYS[2]: 2 if accumulates else 1}
     questions = [Question({**found.config(s, slots), **gas}, 1, slots) for s in strategies]
@@ -152,7 +152,7 @@ def trace(
 
     with (
         slow.logged(_log, f"simulating {labels}", at_once=True, hint=progress),
-        contextlib.suppress(KeyboardInterrupt),  # what is simulated by then is an answer, too
+        contextlib.suppress(KeyboardInterrupt),  # keep what is simulated
     ):
         answers.update(simulator.trace_each(questions))
     failures, traces = {}, {}
@@ -169,13 +169,13 @@ def trace(
 
 
 def worthwhile(found: Traced, card: Card, count: int, *, always: bool) -> list[Strategy]:
-    """Return the strategies that some number of cards holds, by formula.
+    """Return the strategies that fit some number of cards, by formula; the user's own first.
 
-    Strategies with offloading are slower: they are among them only if no other fits.
+    Strategies with offloading are slower: they are included only if no other fits `count` cards.
 
     Args:
         count: the number of cards to project to.
-        always: include the user's own strategy even if it fits no number of cards.
+        always: include the user's own strategy even if it fits no number of cards, but others do.
     """
 
     def fits(rung: Strategy, sizes: Sequence[int]) -> bool:

@@ -1,4 +1,4 @@
-"""Decides trials and remembers them: the tuner, its loop and its journal.
+"""Decisions on trials and their record: the tuner, its loop and its journal.
 
-The only I/O is the journal's; engines are driven through their protocol alone.
+The only I/O is that of journals and of the run folder's lock; engines are used by their protocol.
 """

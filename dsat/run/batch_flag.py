@@ -1,4 +1,4 @@
-"""The script's flag for its micro batch: whether trials get it."""
+"""The script's command-line flag for its micro batch, and whether trials get it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dsat.values.trial import Trial
 
 
 class BatchFlag:
-    """The script's flag for its micro batch, once a trial has shown it.
+    """The script's flag for its micro batch, known from a trial that ignored its configuration.
 
-    Such a trial fed the flag's value, whatever its configuration was.
+    Such a trial fed micro batches of the flag's value.
 
     Args:
-        outcomes: of the run so far, by trial id.
+        outcomes: outcomes of the run so far, by trial id.
 
     Attributes:
         name: flag that later trials get; empty if there is none.
-        refusal: message of a trial with the flag that could not be measured; no later trial gets
-            it. The script may feed another batch all the same, or have a constant accumulation.
+        refusal: message of the trial with the flag that could not be measured, because the script
+            feeds another batch or accumulation anyway; no later trial gets the flag. Empty if none.
     """
 
     def __init__(self, outcomes: Mapping[int, Outcome]) -> None:
@@ -38,7 +38,7 @@ class BatchFlag:
             self.name = outcome.batch_flag
 
     def supersedes(self, trial: Trial) -> bool:
-        """Return whether a trial failed because it lacked the flag, and may run again with it."""
+        """Return whether a trial failed because it lacked the flag, so it may be run with it."""
         outcome = self._outcomes.get(trial.id)
         fed_another = outcome is not None and not outcome.ok and outcome.fixed_batch is not None
         return fed_another and bool(self.name) and not trial.batch_flag

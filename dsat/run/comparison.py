@@ -9,20 +9,20 @@ from dataclasses import dataclass
 
 from dsat.values import student
 
-# Confidence of what is reported. The number of pairs depends on what they showed, so that an
-# interval of 97.5 % of a fixed number holds in 95 % of runs (`benchmarks/winners_curse.py`).
+# Confidence of reported intervals. The number of pairs depends on their results, so an interval of
+# 97.5 % for a fixed number holds in 95 % of runs (`benchmarks/winners_curse.py`).
 REPORTED, CLEAR = 0.975, 0.99
-_WIDEST = 100.0  # upper by lower end of an interval that is shown
-# With up to this number of pairs, earlier runs count towards the spread, unless they differ from
-# the pairs at this confidence.
+_WIDEST = 100.0  # largest ratio of the ends of an interval that is shown
+# Up to this number of pairs, the search's runs count towards the spread; with just this number,
+# unless they differ from the pairs at this confidence.
 _FEW, _DIFFERENT = 3, 0.95
 
 
-# What is assumed of the run-to-run variation of a machine before it was measured, and how many
-# degrees of freedom that is worth. With these, at 5 % of variation and without finals, nothing
-# better replaces the user's own in at most 5 % of runs (`benchmarks/winners_curse.py`).
+# Prior of a machine's run-to-run variation, and its degrees of freedom. With these, at 5 % of
+# variation and without finals, a configuration that is not better replaces the user's own in at
+# most 5 % of runs (`benchmarks/winners_curse.py`).
 _PRIOR_SD, _PRIOR_FREEDOM = 0.02, 3
-# The same of a single pair. With it, two runs that differ by chance do not hide a gain of half the
+# The same for a single pair. With it, two runs that differ by chance do not hide a gain of half the
 # speed, and the interval of one pair still holds in 95 % of runs at 5 % of variation.
 _PRIOR_SD_OF_PAIR = 0.03
 
@@ -33,6 +33,7 @@ class Variation:
 
     Attributes:
         sd: standard deviation of the logarithm of a run's value.
+        freedom: degrees of freedom of that estimate.
     """
 
     sd: float
@@ -44,11 +45,12 @@ def margin_of_single_runs(
 ) -> float:
     """Return the half-width of the 95 % interval of the difference of two runs, in logarithms.
 
-    It is wide enough for the best of several (Bonferroni), and includes run-to-run variation,
-    which the error within a run lacks.
+    It is wide enough for the best of several (Bonferroni), and includes run-to-run variation, which
+    the errors within runs lack.
 
     Args:
-        errors: standard errors of both, by the steps of each.
+        errors: standard errors of both, from the steps within each run.
+        tried: number of configurations that were compared.
         measured: run-to-run variation; None if it was not measured.
     """
     freedom, squares = _PRIOR_FREEDOM, _PRIOR_FREEDOM * _PRIOR_SD**2
@@ -75,7 +77,7 @@ class Gain:
 
     @property
     def is_unknown(self) -> bool:
-        """Return whether the interval is too wide for its figures to mean anything."""
+        """Return whether the interval is too wide to be meaningful."""
         return self.high > _WIDEST * self.low
 
 
@@ -94,8 +96,8 @@ class Comparison:
     """Result of pairs of runs, as logarithms; larger is better.
 
     Attributes:
-        mean: of the differences within a pair.
-        standard_error, freedom: of `mean`, and the degrees of freedom that it is known by.
+        mean: mean difference within a pair, the second less the first.
+        standard_error, freedom: standard error of `mean`, and its degrees of freedom.
         variation: the measured run-to-run variation.
     """
 
@@ -108,20 +110,19 @@ class Comparison:
     def of_pairs(
         cls, pairs: Sequence[tuple[float, float]], before: tuple[float, float]
     ) -> Comparison:
-        """Compare the second of each pair with the first.
+        """Compare the second of each pair with the first; `before` has the search's run of both.
 
-        Differences and sums of the pairs have the same spread, but a steady drift of the machine
-        changes the sums. Three pairs or fewer say little of it, so the search's run of the user's
-        own configuration counts too; with a single pair, also that of the search's choice. The
-        first trial of a run may be far off all others, so with three pairs it counts only unless
-        it differs significantly (Bancroft, Annals of Mathematical Statistics 15
-        (1944)).
+        Differences and sums of the pairs have the same spread, except that a steady drift of the
+        machine changes the sums. Up to three pairs are too few to estimate it well, so `before`
+        counts too: the first run, and with a single pair also the second. The first trial of a run
+        may differ far from all others, so with three pairs it does not count if it differs
+        significantly (Bancroft, Annals of Mathematical Statistics 15 (1944)).
         """
         count = len(pairs)
         differences = [second - first for first, second in pairs]
         mean = statistics.fmean(differences)
-        # Of differences, of sums, and of a run from the mean of others: for each degree of freedom
-        # they are expected to be twice a run's variance.
+        # Squares of differences, of sums, and of a run less the mean of others: each degree of
+        # freedom is expected to contribute twice a run's variance.
         squares = sum((difference - mean) ** 2 for difference in differences)
         freedom = count - 1
         if count > 2:
@@ -138,8 +139,8 @@ class Comparison:
         variation = Variation(math.sqrt(squares / freedom / 2), freedom)
         error = math.sqrt(squares / freedom / count)
         if count == 1:
-            # Two differences are often far too large by chance. One margin or the other misses in
-            # no more than the sum of what either would.
+            # An error estimated from two differences is often far too large by chance, so use the
+            # smaller margin. It misses in no more cases than both margins together.
             prior = 2 * _PRIOR_FREEDOM * _PRIOR_SD_OF_PAIR**2
             assumed = math.sqrt((squares + prior) / (freedom + _PRIOR_FREEDOM))
             if _margin(assumed, freedom + _PRIOR_FREEDOM) < _margin(error, freedom):
@@ -161,11 +162,10 @@ class Comparison:
         return self.mean > self.margin
 
     def is_clear(self, least: float | None) -> bool:
-        """Return whether either is better with 99 % confidence, or no gain is worth it.
+        """Return whether one is better with 99 % confidence, or no worthwhile gain is possible.
 
         Args:
-            least: logarithm of the least gain that is worth it; None to find out which is better,
-                however little.
+            least: logarithm of the smallest worthwhile gain; None if every gain is.
         """
         margin = student.half_width(CLEAR, self.freedom) * self.standard_error
         return abs(self.mean) > margin or (least is not None and self.mean + margin < least)

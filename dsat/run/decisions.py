@@ -22,18 +22,18 @@ from dsat.space.plan import BY_FORMULA, NO_MEMORY_MODEL, Plan
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 
-# Without finals, the user's own configuration is measured a second time after the first of these
-# trials, in runs of at least the second. Of searches by `asha` with 14 trials and nothing to gain,
-# 26 % recommended another configuration without that where runs vary by 10 %, and 59 % where they
-# vary by 20 %; with it, 11 and 20 % (`benchmarks/winners_curse.py` with these worlds, 200 seeds).
-# Up to 5 % of variation, at most 5 % do either way. The pairs of finals repeat it anyway.
+# Without finals, the user's own configuration is measured again after the first number of trials,
+# in runs of at least the second number. Of searches by `asha` with 14 trials and nothing to gain,
+# without the repeat 26 % recommended another configuration if runs vary by 10 %, and 59 % at 20 %;
+# with it, 11 and 20 % (`benchmarks/winners_curse.py` with these worlds, 200 seeds). Up to 5 % of
+# variation, at most 5 % do so in both cases. Finals repeat it anyway.
 _REPEAT_AFTER, _LEAST_RUN_WITH_REPEAT = 5, 12
-_HOPELESS_AFTER = 4  # failures of the first trials
+_HOPELESS_AFTER = 4  # a search ends after this many failures if all trials failed
 
 
 @dataclass(frozen=True)
 class BeginFinals:
-    """The finals are next."""
+    """Decision to begin the finals, with the event to journal."""
 
     event: Mapping[str, Any]
 
@@ -42,10 +42,10 @@ Step = Trial | BeginFinals | Wait | Stop
 
 
 class Decisions:
-    """Decides the trials of a run: the user's own configuration, the search, the finals.
+    """Decisions on the trials of a run: the user's own configuration, the search, the finals.
 
-    Decisions follow from the run, which is the fold of its journal. Nothing is decided twice: a run
-    continues by applying the events of its journal.
+    Decisions follow from the state of the run. No recorded decision is made again: a run continues
+    by applying the events of its journal.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -70,13 +70,13 @@ class Decisions:
                 self._profiling.update(trial, event["outcome"])
             is_other = self.run.batch_flag.name != flag
             if is_other or event["outcome"].fixed_batch is not None:
-                self._searching = None  # its space has other micro batches, or trials another flag
+                self._searching = None  # micro batches or the flag of trials may differ now
 
     def find_reusable(self, earlier: Sequence[Measured]) -> Iterator[tuple[Trial, Measured]]:
         """Yield trials of this run that earlier runs have measured already.
 
-        First the one that is due, as long as the model is profiled, then all others of the space.
-        The caller enters each before the next one is made.
+        While the model is being profiled, that is only the next trial; after that, all trials in
+        the search space. The caller must enter each before it asks for the next.
         """
         search = self._search
         if search is not None:
@@ -90,7 +90,7 @@ class Decisions:
                     return
 
     def next_step(self) -> Step:
-        """Return what comes next, until another event changes that."""
+        """Return the next step; it stays the same until an event is applied."""
         if self._next is None:
             self._next = self._decide()
         return self._next
@@ -126,7 +126,7 @@ class Decisions:
         if _is_hopeless(self.run):
             return Stop("every trial failed, and none ran out of memory")
         if self.run.repeat is not None and self.run.repeat.id not in self.run.outcomes:
-            return Wait()  # it is compared with the first, which ran alone too
+            return Wait()  # the repeat must run alone, as the first trial did
         step = search.propose()
         own = self._due_repeat
         if own is None or not isinstance(step, Trial):
@@ -137,7 +137,7 @@ class Decisions:
 
     @property
     def _due_repeat(self) -> Trial | None:
-        """The user's own configuration, if it is to be measured a second time now."""
+        """Trial of the user's own configuration if it must be repeated now, else None."""
         run, own = self.run, self.run.baseline
         if own is None or run.value(own) is None or run.repeat is not None or self._reserved:
             return None
@@ -147,10 +147,10 @@ class Decisions:
 
     @property
     def _is_budget_used(self) -> bool:
-        """Return whether only trials that are reserved for the finals remain.
+        """Return whether no trials remain but those reserved for finals.
 
-        No finals can follow if the user's own configuration was not measured, or if all of the
-        search's trials failed so far.
+        None are reserved if the user's own configuration was not measured, or if all trials of the
+        search failed so far: no finals could follow.
         """
         run, trials = self.run, self.run.trials.values()
         searched = [run.outcomes.get(each.id) for each in trials if each.kind is TrialKind.SEARCH]
@@ -162,12 +162,12 @@ class Decisions:
     def _reserved(self) -> int:
         most = self.run.most_trials - count_finals(self.run)
         reserved = finals.reserved(most, self.plan.finals)
-        # Continue the search only if a pair of finals can follow.
+        # A resumed search leaves at least a pair of finals.
         return min(reserved, finals.PAIR) if self.run.is_reopened else reserved
 
     @property
     def _search(self) -> SearchPhase | None:
-        """The search, made at its first use."""
+        """The search, created at its first use; None before it begins."""
         if self._searching is None and self.search_began:
             basis = self.run.memory_basis
             if self.plan.memory_model == BY_FORMULA:
@@ -180,7 +180,7 @@ class Decisions:
 
     @property
     def _plan_of_search(self) -> Plan:
-        """The plan; with one micro batch only, if the script feeds no other."""
+        """The plan; with a single micro batch if the script feeds no other."""
         outcomes = self.run.outcomes.values()
         fixed = next((each.fixed_batch for each in outcomes if each.fixed_batch), None)
         if fixed is None or self.run.batch_flag.name:
@@ -225,7 +225,7 @@ class Decisions:
 
 
 def _is_hopeless(run: Run) -> bool:
-    """Return whether the first trials all failed in ways that other configurations would too."""
+    """Return whether all trials failed, several in ways that other configurations would too."""
     tried = [o for i, o in run.outcomes.items() if run.trials[i].kind in SEARCHED]
     failed = [o for o in tried if o.kind in (OutcomeKind.ERROR, OutcomeKind.INVALID)]
     final = sum(not outcome.smaller_may_run for outcome in failed)

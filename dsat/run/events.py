@@ -1,4 +1,4 @@
-"""Events of a journal: their names, the types of their values, and how they are decoded."""
+"""Events of a journal: their names, the types of their values, and their decoding."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ EVENT_FINISHED = "finished"
 EVENT_STOPPED = "stopped"
 EVENT_BUDGET = "budget"
 EVENT_PAUSED = "paused"  # the user interrupted the run
-EVENT_MEMORY_BASIS = "foreseen"  # its name in journals of all versions
+EVENT_MEMORY_BASIS = "foreseen"  # the name in journals of all versions
 EVENT_FINALS = "finals"
 
-# Values that events must have.
+# Required values of events.
 VALUES_OF: Mapping[str, Mapping[str, Any]] = {
     EVENT_START: {"plan": Plan, "info": Mapping[str, Any]},
     EVENT_EARLIER: {"trial": Trial, "outcome": Outcome, "neighbours": int},
@@ -41,10 +41,10 @@ VALUES_OF: Mapping[str, Mapping[str, Any]] = {
     EVENT_PAUSED: {},
     EVENT_STOPPED: {"reason": str},
 }
-# Values that any event may have; `time_s`: when, since the epoch, which earlier versions did not
-# say; `converged`: of finals, the search was over for another reason than its budget. Finals of
-# earlier versions have neither reserves nor a least gain nor this, which stands in the event of
-# another budget there; and were judged from the second pair on.
+# Optional values of any event. `time_s`: date, in seconds since the epoch; absent in earlier
+# versions. `converged`, `reserves`, `least_gain`, `first_look`: values of finals. In earlier
+# versions, they are absent (`converged` is in the event of a new budget instead), and finals were
+# judged from the second pair on.
 _VALUES_OF_ALL: Mapping[str, Any] = {
     "elapsed_s": float,
     "time_s": float,
@@ -55,13 +55,13 @@ _VALUES_OF_ALL: Mapping[str, Any] = {
     "finals": int | None,
     "indifference": float,
 }
-# Fields of a plan that a run may go on with otherwise; earlier versions wrote the first alone.
+# Fields of a plan that a resumed run may change; earlier versions wrote only the first.
 OF_A_BUDGET = ("max_trials", "finals", "indifference")
-_TIMES_S = range(253_402_214_400)  # up to a day before the year 10000: others are no dates
+_TIMES_S = range(253_402_214_400)  # valid dates, up to a day before the year 10000
 
 
 def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Decode the values of an event; the inverse is `encode`."""
+    """Decode the values of an event; the inverse of `encode`. Raises DecodeError."""
     kinds = VALUES_OF.get(decode(str, line["event"], "event"), {})
     values = dict(line)
     for key, kind in {**kinds, **_VALUES_OF_ALL}.items():
@@ -76,7 +76,7 @@ def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def raise_as_corrupt_journal(number: int, name: str = "the journal") -> Iterator[None]:
-    """Raise what goes wrong while an event is decoded or applied as a corrupt journal.
+    """Convert errors while an event is decoded or applied to a JournalError.
 
     Raises:
         JournalError: a value is damaged, or the event does not fit those before it.

@@ -1,14 +1,14 @@
 """The finals: re-runs of the search's best and the user's own configuration, in turns.
 
-The best of many noisy measurements is mostly the luckiest (the winner's curse), so nothing that the
-search measured is reported. The best by what the search expects of it, the pick, and the user's own
-configuration run in pairs, and the gain is theirs alone. The order within a pair changes from one
-to the next, so that a machine that slows down steadily favours neither.
+The best of many noisy measurements is usually lucky (the winner's curse), so the gain is measured
+anew. The pick, which has the best expected value, and the user's own configuration run in pairs,
+and the mean gain is that of the pairs alone. The order within pairs alternates, so that a machine
+that slows down steadily favours neither.
 
-The pairs are looked at a few times only, and end early if a 99 % interval leaves out "no gain"
-(Haybittle 1971, Peto 1976) or any gain that is worth something. Since all the same their number
-depends on what they showed, the 95 % interval that is reported is as wide as one of 97.5 % of a
-fixed number. `benchmarks/winners_curse.py` measures with the tuner how often it holds.
+Pairs are judged at a few fixed numbers only, and end early if a 99 % interval excludes "no gain"
+(Haybittle 1971, Peto 1976) or any worthwhile gain. Since the number of pairs still depends on their
+results, the reported 95 % interval is as wide as one of 97.5 % for a fixed number of pairs.
+`benchmarks/winners_curse.py` measures its coverage with the tuner.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from dataclasses import dataclass
 from dsat.run.comparison import Comparison, Gain, margin_of_single_runs
 
 # Seven pairs detect a gain of 3 % nearly always at 1 % of run-to-run noise, and in half of the
-# runs at 2 %. Beyond the least, finals take at most 30 % of the search's time.
+# runs at 2 %. Beyond `_UNCLEAR` trials, finals take at most 30 % of the search's time.
 MOST_TRIALS, LEAST_TRIALS = 15, 5
-_UNCLEAR = 7  # always allowed: three pairs, and a run with the user's global batch
+_UNCLEAR = 7  # allowed regardless of time: three pairs, and a run with the user's global batch
 SHARE, MOST_COST = 0.25, 0.30
-# Trials of a run: shorter ones than the first have one pair, shorter ones than the second none.
+# Runs with fewer trials than the first have one pair of finals; with fewer than the second, none.
 SHORT_RUN, LEAST_RUN = 12, 4
 PAIR = 2
 
-# Numbers of pairs at which they are judged, besides the end of the budget. One pair is enough for a
+# Numbers of pairs at which they are judged, besides the end of the budget. One pair suffices for a
 # clear gain or loss of 1.3x. With 1.5x, gains of 1.4x to 1.5x on a noisy machine took two or three
 # pairs (`benchmarks/native.py`). At 5 % of variation, 1.4x is reported 2 to 3 points too high.
 FIRST_LOOK, _LARGE = 1, math.log(1.3)
 _LOOKS = (FIRST_LOOK, 2, 3, 5, 8, 13, 21, 34, 55)
-_LEAST_ERROR = 0.003  # no run resolves a smaller difference
-_MEMORY_STEP = math.log(1.05)  # what uses less by a smaller factor uses as much
+_LEAST_ERROR = 0.003  # smallest difference that a run can resolve, as a logarithm
+_MEMORY_STEP = math.log(1.05)  # memory that differs by a smaller factor counts as equal
 
 
 def reserved(max_trials: int, asked: int | None = None) -> int:
-    """Return the number of trials reserved for the finals; 0 for none.
+    """Return the number of trials that a search leaves to the finals; 0 for none.
 
     `asked` is the user's limit, or None for a share of all trials.
     """
@@ -52,10 +52,10 @@ def reserved(max_trials: int, asked: int | None = None) -> int:
 
 
 def budget(max_trials: int, searched: int, asked: int | None = None, *, cost: float) -> int:
-    """Return the number of trials for the finals of a search, including those it left over.
+    """Return the number of trials allowed in the finals after a search; 0 if less than a pair.
 
     Args:
-        cost: cost of a trial of the finals, as a fraction of the search's time.
+        cost: duration of a trial of the finals, as a fraction of the search's time.
     """
     most, left = reserved(max_trials, asked), max_trials - searched
     if asked is None and most:
@@ -71,10 +71,11 @@ class Contestant:
     Attributes:
         trial_id: trial that would be run again.
         log_value: logarithm of the measured value; larger is better.
-        standard_error: standard error of `log_value`, by one run.
+        standard_error: standard error of `log_value` in a single run.
         memory_bytes: peak memory of a device; None if unknown.
         changes: number of settings that differ from the user's own configuration.
-        predicted: `log_value` by the search's model of speed; equal for all without a model.
+        predicted: `log_value` predicted by the search; equal for all if it has no model of speed,
+            and the measured one if it has no prediction.
     """
 
     trial_id: int
@@ -87,7 +88,7 @@ class Contestant:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Sort key among equally fast configurations."""
+        """Sort key among equally fast configurations; smaller is better."""
         memory = round(math.log(self.memory_bytes) / _MEMORY_STEP) if self.memory_bytes else 0
         return self.train_batch_size, memory, self.changes
 
@@ -95,10 +96,10 @@ class Contestant:
 def rank_by_expectation(
     tried: Collection[Contestant], *, indifference: float = 0.0
 ) -> list[Contestant]:
-    """Rank configurations by how worthwhile a comparison with the user's own is.
+    """Rank configurations for the comparison with the user's own.
 
-    First the smallest of those expected to be within `indifference` of the fastest, then the others
-    by expected value.
+    First comes the one with the smallest `size` among those expected to be within `indifference` of
+    the fastest, then the others by expected value.
     """
     expected = dict(zip(tried, _expect_again(list(tried)), strict=True))
     level = max(expected.values()) - math.log1p(indifference)
@@ -113,8 +114,8 @@ def _expect_again(contestants: Sequence[Contestant]) -> list[float]:
     """Return the expected logarithm of each value on a re-run.
 
     A noisy measurement above its prediction is mostly luck, so each is shrunk towards its
-    prediction. The less the measurements differ beyond their own errors, the more they shrink
-    (DerSimonian and Laird, Controlled Clinical Trials 7 (1986)).
+    prediction plus the mean error of predictions. The less these errors vary beyond the measurement
+    errors, the more they shrink (DerSimonian and Laird, Controlled Clinical Trials 7 (1986)).
     """
     values = [c.log_value - c.predicted for c in contestants]
     variances = [max(c.standard_error, _LEAST_ERROR) ** 2 for c in contestants]
@@ -140,31 +141,31 @@ class Role(str, enum.Enum):
 
     OWN = "own"
     LEADER = "leader"
-    SAME_BATCH = "same batch"  # the best of the user's own global batch
+    SAME_BATCH = "same batch"  # the best one with the user's global batch
 
 
 @dataclass(frozen=True)
 class Turn:
-    """The next run of the finals; `trial_id` is the leader's trial to run again."""
+    """The next run of the finals; `trial_id` is the leader's trial, None for other roles."""
 
     role: Role
     trial_id: int | None = None
 
 
 class Finals:
-    """Decides which configuration runs next, and in the end which one won. One runs at a time.
+    """The state of the finals: which configuration runs next, and in the end which one won.
 
     Args:
         candidates: best first; each replaces the one before if that fails or trains differently.
         trials: number of runs allowed.
         indifference: gain, as a fraction, below which a larger global batch is not worth it.
         least_gain: pairs end early once the gain is surely below this fraction; None for never.
-        same_batch: trial ids of candidates with another global batch than the user's. Beside them,
-            another configuration runs with the user's.
+        same_batch: trial ids of candidates with another global batch than the user's, for which a
+            configuration with the user's global batch runs too.
         first_look: number of pairs at the first judgement.
 
     Attributes:
-        pick: candidate that is compared with the user's own configuration; None if all failed.
+        pick: candidate that is compared with the user's own configuration; None if none is left.
         turn: next run; None when the finals are over.
         pairs: logarithms of the values of the user's own configuration and the pick.
     """
@@ -192,7 +193,7 @@ class Finals:
         self._candidates = list(candidates)
         self._own_failures = 0
         self._pair: dict[Role, float] = {}
-        self._same_batch: float | None = None  # how far above the own run before it
+        self._same_batch: float | None = None  # log gain over the preceding run of the user's own
         self._same_batch_due = False
         self._queue: list[Turn] = []
         self._choose()
@@ -207,13 +208,13 @@ class Finals:
 
     @property
     def own_failed(self) -> bool:
-        """Return whether re-running the user's own configuration failed."""
+        """Return whether two re-runs of the user's own configuration failed."""
         return self._own_failures >= 2
 
     def mean_log_value(self, trial_id: int) -> float | None:
-        """Return the mean over the pairs for a trial; None if it is in no pair.
+        """Return the mean log value of a trial in the pairs; None if it is in no pair.
 
-        The gain is the ratio of two such values.
+        The difference of two such means is the logarithm of the gain.
         """
         for role, each in enumerate((self.own, self.pick)):
             if self.pairs and each is not None and each.trial_id == trial_id:
@@ -236,7 +237,7 @@ class Finals:
 
     @property
     def is_worth_it(self) -> bool:
-        """Return whether the pick is better, by enough to justify its global batch."""
+        """Return whether the pick is better, and by enough if its global batch is larger."""
         comparison = self.comparison
         if comparison is None or self.pick is None or not self.is_better:
             return False
@@ -245,11 +246,11 @@ class Finals:
 
     @property
     def same_batch_gain(self) -> Gain | None:
-        """Gain of the best configuration at the user's own global batch; None if it did not run."""
+        """Gain of the configuration at the user's global batch; None without its run or a pair."""
         comparison = self.comparison
         if self._same_batch is None or comparison is None:
             return None
-        # Of one pair there is no spread: that of the others counts.
+        # A single run shows no variation, so its margin is that of a single pair.
         margin = comparison.margin * math.sqrt(len(self.pairs))
         return Gain.of_log(self._same_batch, margin)
 
@@ -272,8 +273,6 @@ class Finals:
         """Exclude the pick from winning because it trains differently."""
         self._drop_pick()
         self._continue()
-
-    # -- what comes next
 
     def _continue(self) -> None:
         if self.pick is None:
@@ -299,7 +298,7 @@ class Finals:
                 self.pick = self._surely_better()
 
     def _surely_better(self) -> Contestant | None:
-        """Return the first candidate that the search measured as surely better, if any."""
+        """Return the first candidate left that the search measured as surely better, or None."""
 
         def least(candidate: Contestant) -> float:
             errors = candidate.standard_error, self.own.standard_error
@@ -313,14 +312,14 @@ class Finals:
         self._queue = []
 
     def _choose(self) -> None:
-        """Compare the next candidate, if one and a pair of trials are left."""
+        """Make the next candidate the pick, if there is one and room for a pair."""
         if self._candidates and self._trials - self.used >= PAIR:
             self.pick = self._candidates.pop(0)
             self._same_batch_due = self.pick.trial_id in self.with_same_batch
             self._next_pair()
 
     def _decided(self) -> bool:
-        """Return whether the pairs are enough; True only at a few fixed numbers of pairs."""
+        """Return whether the pairs suffice: only at fixed numbers of pairs, or if `own_failed`."""
         if self.own_failed:
             return True
         comparison, count = self.comparison, len(self.pairs)
@@ -338,5 +337,5 @@ class Finals:
         self._queue = [leader, own] if len(self.pairs) % 2 else [own, leader]
         is_due = self._same_batch_due and len(self.pairs) == 1
         if is_due and self._trials - self.used > PAIR:
-            self._queue.append(Turn(Role.SAME_BATCH))  # beside a run of their own
+            self._queue.append(Turn(Role.SAME_BATCH))  # right after a run of the user's own
             self._same_batch_due = False

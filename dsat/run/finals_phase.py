@@ -1,4 +1,4 @@
-"""Runs the finals: which configurations take part, and the trials of their turns."""
+"""The phase of the finals: which configurations take part, and the trial of each turn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RESERVES = 3  # for a pick that fails or trains differently
 
 
 class FinalsPhase:
-    """One trial at a time, alone on the machine, as `Run.finals` decides."""
+    """The trials that `Run.finals` decides, one at a time and alone on the machine."""
 
     def __init__(self, plan: Plan, run: Run, trials: TrialFactory) -> None:
         self._plan = plan
@@ -30,7 +30,7 @@ class FinalsPhase:
     def begin(
         self, reason: str, predicted: Callable[[Trial], float | None]
     ) -> dict[str, Any] | None:
-        """Return the event that begins the finals; None without a choice or without room.
+        """Return the event that begins the finals; None if no pair is worthwhile, or none can run.
 
         Args:
             reason: why the search is over.
@@ -65,14 +65,14 @@ class FinalsPhase:
         }
 
     def _one_of_each_strategy(self, ranked: list[int]) -> list[int]:
-        """Return leader and reserves: if one strategy fails, another may run."""
+        """Return leader and reserves, the best of each strategy first, in case a strategy fails."""
         first: dict[str, int] = {}
         for trial_id in ranked:
             first.setdefault(self._run.trials[trial_id].strategy, trial_id)
         return list(dict.fromkeys([*first.values(), *ranked]))[: 1 + _RESERVES]
 
     def _cost(self, own: Trial, leader: Trial) -> float:
-        """Return the cost of a trial of the finals, as a fraction of the search's time."""
+        """Return the expected duration of a final, as a fraction of that of all trials so far."""
         outcomes = self._run.outcomes
         took_s = sum(outcome.duration_s for outcome in outcomes.values())
         of_both_s = outcomes[own.id].duration_s + outcomes[leader.id].duration_s
@@ -103,11 +103,11 @@ class FinalsPhase:
     def _with_own_batch(
         self, pick: Trial
     ) -> tuple[dict[str, Any], BatchTriple, dict[str, Any]] | None:
-        """Return the configuration to compare at the user's global batch.
+        """Return the configuration to compare at the user's global batch size.
 
-        It is the best that the search measured there; else the pick's settings, with gradient
-        accumulation if necessary. None if the pick has that batch, or if only the user's own
-        configuration has.
+        It is the best one that the search measured at that size; else the pick's settings, with
+        gradient accumulation if necessary. None if the pick has that size itself, if that would be
+        the user's own configuration, or if no allowed micro batch divides the size.
         """
         plan, run = self._plan, self._run
         own = plan.own_batch
@@ -138,7 +138,7 @@ def contenders(run: Run) -> list[Trial]:
     """Return trials of the search that the finals may compare with the user's own.
 
     If the user's own is the best, these are only trials whose interval includes a worthwhile gain,
-    and those that ran beside more trials than it.
+    and trials that ran beside more other trials than the user's own did.
     """
     tried = [trial for trial in searched(run) if run.plan.admits(trial.batch)]
     if run.leader is not run.baseline:

@@ -1,4 +1,4 @@
-"""Locks of folders: one dsat process at a time works in each."""
+"""Locks of folders, so that only one dsat process at a time works in each."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _TRY_FOR_S = 1.0  # `is_locked` holds a shared lock for microseconds
 
 
 class FolderLock:
-    """Lock of a folder, made if it is missing, against every other dsat until it is closed.
+    """Lock of a folder against other dsat processes until it is closed; it creates the folder.
 
-    The lock is the kernel's, on a file that stays in the folder: it ends with the process that
-    holds it, however that ends.
+    It is a lock of the kernel on a file that stays in the folder, so it ends with the process that
+    holds it.
 
     Raises:
-        JournalLocked: another process works there; the message says which.
-        JournalError: the file system has no locks.
-        OSError: the folder cannot be made or written into.
+        JournalLocked: another process works there; the message names it.
+        JournalError: the file system does not support locks.
+        OSError: the folder or its file cannot be created or written.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,7 +61,7 @@ class FolderLock:
 
 
 def _lock(descriptor: int) -> None:
-    """Take the lock; raise BlockingIOError if another process keeps it."""
+    """Acquire the lock; raise BlockingIOError if another process holds it for `_TRY_FOR_S`."""
     deadline_s = time.monotonic() + _TRY_FOR_S
     while True:
         try:
@@ -74,7 +74,7 @@ def _lock(descriptor: int) -> None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a process works in a folder, by trying its lock for a moment."""
+    """Return whether a process holds a folder's lock; False if there is no file or no support."""
     try:
         with open(folder / MARK_FILE, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -86,7 +86,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def _holder(descriptor: int) -> str:
-    """Return ` (process 71 on host, since 10:31:02)`; empty if the file does not say."""
+    """Return ` (process 71 on host, since 2026-11-29 10:31:02)`; empty if the file names none."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         told: dict[str, Any] = json.loads(os.pread(descriptor, 4096, 0))
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(told["since_s"]))

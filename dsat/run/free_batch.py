@@ -1,4 +1,4 @@
-"""Predicted gain of a free global batch, for users whose own leaves nothing to trade."""
+"""Predicted gain of a larger global batch, for users whose own is one sample per device."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from dsat.space.locate import Point
 from dsat.space.plan import Plan
 from dsat.values.zero_strategy import of_config
 
-_ENOUGH = 0.98  # of the largest gain: no larger micro batch is worth proposing
+_ENOUGH = 0.98  # fraction of the largest gain above which no larger micro batch is worth it
 
 
 @dataclass(frozen=True)
 class FreeBatch:
-    """A larger micro batch with the user's other settings, and its predicted gain."""
+    """A larger micro batch with the user's other settings, and its predicted gain as a factor."""
 
     micro_batch: int
     gain: float
 
 
 def leaves_nothing_to_trade(plan: Plan) -> bool:
-    """Return whether the global batch is kept, and is one sample per device."""
+    """Return whether the plan keeps the global batch, which is one sample per group of devices."""
     return (
         plan.train_batch_size is not None and plan.own_batch.micro_batch == 1 == plan.own_batch.gas
     )
@@ -40,7 +40,7 @@ def leaves_nothing_to_trade(plan: Plan) -> bool:
 
 @one_thread()
 def predict(run: Run) -> FreeBatch | None:
-    """Predict the fastest micro batch that fits; None if none is faster, or nothing is known."""
+    """Predict the smallest micro batch with nearly the largest gain; None if it is 1 or unknown."""
     own, objective = run.baseline, run.plan.objective
     if run.profile is None or own is None or objective.smaller_is_better or run.value(own) is None:
         return None

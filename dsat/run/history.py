@@ -14,7 +14,7 @@ from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 
 _HOLDS = (OutcomeKind.OK, OutcomeKind.OOM)
-_OF_INFO = ("software", "script_digest")  # which not every journal has
+_OF_INFO = ("software", "script_digest")  # not in every journal
 _OF_DIGESTS = {
     "script_digest": "the training script",
     "measured.program": "the entrypoint, its hyperparameters or its argument mappings",
@@ -22,7 +22,7 @@ _OF_DIGESTS = {
 
 
 def read_run(path: Path) -> Run:
-    """Read a run from its journal, which another process may be writing."""
+    """Read a run from its journal; another process may be writing it."""
     run = Run(read_events(path), name=str(path))
     began_s = path.stat().st_mtime - run.running_s  # for journals without dates
     run.ended_at_s = {n: at or began_s + run.ended_s[n] for n, at in run.ended_at_s.items()}
@@ -30,7 +30,7 @@ def read_run(path: Path) -> Run:
 
 
 def difference(run: Run, plan: Plan, info: Mapping[str, Any]) -> str | None:
-    """Return why an earlier run's measurements do not count for a plan; None if they do."""
+    """Return why a plan cannot use the measurements of an earlier run; None if it can."""
     was = _conditions(run.plan, plan, run.info)
     now = _conditions(plan, run.plan, info)
     for name in dict.fromkeys([*was, *now]):
@@ -45,7 +45,7 @@ def difference(run: Run, plan: Plan, info: Mapping[str, Any]) -> str | None:
 
 
 def _conditions(plan: Plan, other: Plan, info: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a measurement depends on besides its configuration."""
+    """Return the conditions of a measurement besides the configuration."""
     return {
         "slots_per_trial": plan.slots_per_trial,
         "slot_memory_bytes": plan.slot_memory_bytes,
@@ -58,7 +58,7 @@ def _conditions(plan: Plan, other: Plan, info: Mapping[str, Any]) -> dict[str, A
 class Measured:
     """A trial of an earlier run that a new plan can use.
 
-    `neighbours` is the largest number of trials that ran at the same time.
+    `neighbours` is the largest number of other trials that ran at the same time.
     """
 
     trial: Trial
@@ -69,8 +69,8 @@ class Measured:
 def reusable_trials(runs: Iterable[Run], plan: Plan, info: Mapping[str, Any]) -> list[Measured]:
     """Return trials of earlier runs that a plan can use, in order.
 
-    Failures other than out of memory are repeated. Finals are left out, because they repeat other
-    trials.
+    Failures other than running out of device memory are left out, to be tried again; so are finals,
+    most of which repeat other trials.
     """
     return [
         Measured(trial, outcome, run.neighbours.get(trial.id, 0))

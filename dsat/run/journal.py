@@ -1,7 +1,7 @@
-"""The durable memory of a run: an append-only, fsynced file of JSON lines.
+"""The durable record of a run: an append-only, fsynced file of JSON lines.
 
-An event is on the disk before anything acts on it, so that a kill between any two lines of the
-program loses nothing. A line that was torn by a kill is cut off when the journal is opened again.
+An event is on disk before it takes effect, so a kill between any two statements of the program
+loses nothing. An incomplete last line is cut off when the journal is opened again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dsat.values.files import PRIVATE_FILE, sync_folder
 
 SCHEMA_VERSION = 1
 FILE_NAME = "journal.jsonl"
-ENGINE = "engine"  # key of the info in the first line: what ran the trials, if not this machine
+ENGINE = "engine"  # key in the first line's info: the engine of the trials, if not this machine
 RUNS_FOLDER = Path("dsat_runs")
 
 
@@ -26,10 +26,10 @@ class Journal:
     """An open journal; `FolderLock` keeps other processes from its folder.
 
     Args:
-        path: the file; made if it is missing, its folder must exist.
+        path: the file; it is created if it is missing, but its folder must exist.
 
     Raises:
-        JournalError: a line in the middle is damaged, or a newer dsat wrote the file.
+        JournalError: a complete line is damaged, or a newer dsat wrote the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -79,7 +79,7 @@ class Journal:
 class MemoryJournal:
     """A journal without a file, for callers that make it durable themselves.
 
-    Events are copied through JSON, as in a file.
+    Appended events are converted to JSON and back, as in a file.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -99,10 +99,10 @@ def parse(content: bytes, name: str) -> tuple[list[dict[str, Any]], int]:
     """Parse the content of a journal; the caller checks the values of events.
 
     Returns:
-        The events, and how many bytes of the content hold them.
+        The events, and the number of bytes up to the end of the last complete line.
 
     Raises:
-        JournalError: a line before the last is no event, or of a newer schema than ours.
+        JournalError: a complete line is not an event, or has a newer schema than this dsat.
     """
     events: list[dict[str, Any]] = []
     intact = 0
@@ -113,7 +113,7 @@ def parse(content: bytes, name: str) -> tuple[list[dict[str, Any]], int]:
             if not isinstance(event, dict) or "event" not in event:
                 raise ValueError
             is_newer = event.get("schema", 0) > SCHEMA_VERSION
-            if b"\\ud" in line.lower():  # of a path perhaps that is no text; but no half of a pair
+            if b"\\ud" in line.lower():  # bytes of a path that are not UTF-8; no other surrogate
                 json.dumps(event, ensure_ascii=False).encode("utf-8", "surrogateescape")
         except (ValueError, TypeError, RecursionError):
             raise JournalError(
@@ -131,5 +131,5 @@ def parse(content: bytes, name: str) -> tuple[list[dict[str, Any]], int]:
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
-    """Return the events of a journal without a lock; another process may be writing it."""
+    """Return the events of a journal without locking it; another process may be writing it."""
     return parse(path.read_bytes(), str(path))[0]

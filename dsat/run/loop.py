@@ -1,4 +1,4 @@
-"""The pull loop: between a tuner that decides and an engine that runs."""
+"""The loop that launches the tuner's trials on an engine and returns the outcomes to the tuner."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _POLL_S = 0.5
 
 
 class Observer(Protocol):
-    """Follows a run; by default it does nothing."""
+    """Observer of a run; by default, its methods do nothing."""
 
     def started(self, run: Run, trial: Trial) -> None:
         return
@@ -42,11 +42,11 @@ def drive(
 ) -> None:
     """Run trials until the tuner is finished.
 
-    Trials that were interrupted, and so have no outcome, are run again first.
+    Interrupted trials, which have no outcome, are run again first.
 
     Args:
-        max_slots: limit on the engine's devices in use; None for all that it has.
-        survey: finds the basis of memory predictions, if the tuner waits for it.
+        max_slots: limit on the devices in use; None for all devices of the engine.
+        survey: returns the basis of memory predictions; required if the plan simulates memory.
     """
     run, per_trial = tuner.run, tuner.plan.slots_per_trial
     left_over = run.running

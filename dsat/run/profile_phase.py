@@ -1,4 +1,4 @@
-"""The first trials: the user's own configuration, and the model's profile."""
+"""The first trials: the user's own configuration, and others until one profiles the model."""
 
 from __future__ import annotations
 
@@ -19,24 +19,27 @@ _IN_LIBRARY = ("-packages/", "/deepspeed/", "/lib/python3.", '"<', "torchinducto
 
 
 class ProfilePhase:
-    """The user's own configuration; if it fails, the smallest micro batch until a trial runs.
+    """The user's own configuration; if it fails, others until a trial runs.
+
+    These have the smallest micro batch, then other strategies too, then more devices per sample.
 
     Attributes:
+        profile: the model's profile; None before a trial ran.
         failure: why the model cannot be profiled; None as long as it may be.
     """
 
     def __init__(self, plan: Plan, trials: TrialFactory) -> None:
         self.profile: ModelProfile | None = None
         self.failure: str | None = None
-        self._keeps_micro_batch = False  # the search, too: it is a part of the training
+        self._keeps_micro_batch = False  # in the search; see `strategies.keeps_micro_batch`
         self._plan = plan
         self._trials = trials
-        self._ladder = list(strategies.rungs(plan))  # those left
+        self._ladder = list(strategies.rungs(plan))  # rungs that were not tried yet
         self._is_on_ladder = False
-        self._divisions = strategies.divisions(plan)  # tried one by one where no rung fits
-        self._last_error: str | None = None  # its message
+        self._divisions = strategies.divisions(plan)  # tried one by one if no rung fits
+        self._last_error: str | None = None  # message of the last trial if that was an error
         self._tried: set[int] = set()  # micro batches that failed in this strategy
-        # To be profiled and searched in place of the user's own, which was refused or did not fit.
+        # Replacements for the user's strategy, which DeepSpeed refused or which did not fit.
         self._strategies: list[Strategy] = []
         self._own_is_next = True
         self._next_micro_batch: int | None = None  # of the next profile trial
@@ -66,7 +69,7 @@ class ProfilePhase:
         return self._trials.make(TrialKind.PROFILE, overrides, batch, self._plan.switches)
 
     def begin(self) -> None:
-        """Note that the next trial began."""
+        """Record that the next trial began."""
         self._own_is_next, self._next_micro_batch = False, None
 
     def update(self, trial: Trial, outcome: Outcome) -> None:
@@ -99,11 +102,11 @@ class ProfilePhase:
         if outcome.kind is OutcomeKind.INVALID:
             return outcome.smaller_may_run and own.micro_batch > self._smallest_micro_batch
         if outcome.kind is OutcomeKind.ERROR:
-            return False  # the same rules as for a profile, which try both micro batches
+            return False  # `_on_failure` decides, which tries both micro batches
         return own.config() != self._overrides(self._smallest_micro_batch)
 
     def _on_failure(self, trial: Trial, outcome: Outcome) -> None:
-        """Choose another way to profile the model, or give up."""
+        """Choose the next configuration to profile the model with, or give up."""
         smallest, own = self._smallest_micro_batch, self._plan.own_batch.micro_batch
         if outcome.kind is OutcomeKind.ERROR and _is_of_script(trial, outcome):
             # Other configurations would fail too.
@@ -135,15 +138,15 @@ class ProfilePhase:
             self.failure = outcome.describe(name_of_trial(trial))
 
     def _begin_again(self) -> None:
-        """Begin with the smallest micro batch again, in another strategy."""
+        """Begin again with the smallest micro batch, in another strategy or division."""
         self._tried.clear()
         self._next_micro_batch = self._smallest_micro_batch
 
     def _is_refused(self, outcome: Outcome) -> bool:
-        """Return whether DeepSpeed itself failed at stage 0.
+        """Return whether DeepSpeed itself raised the error, and the user's stage is 0.
 
-        It forbids some calls there that other stages allow, such as `loss.backward()` instead of
-        the engine's.
+        Stage 0 forbids some calls that other stages allow, such as `loss.backward()` instead of the
+        engine's.
         """
         in_deepspeed = "/deepspeed/" in _last_frame(outcome.detail)
         return of_config(self._plan.base_config).stage == 0 and in_deepspeed
@@ -155,20 +158,20 @@ class ProfilePhase:
         return self._plan.allowed_micro_batches[0]
 
     def _overrides(self, micro_batch: int) -> dict[str, Any]:
-        """Return overrides of a profile trial in the present strategy."""
+        """Return the overrides of a profile trial in the current strategy and division."""
         own = of_config(self._plan.base_config)
         strategy = self._strategies[0] if self._strategies else own
         return strategies.profile_overrides(self._plan, strategy, micro_batch, self._divisions[0])
 
 
 def name_of_trial(trial: Trial) -> str:
-    """Return what messages call one of the first trials."""
+    """Return the name of one of the first trials in messages."""
     own = trial.kind is TrialKind.BASELINE
     return "your own configuration" if own else "the profile trial"
 
 
 def _is_of_script(trial: Trial, outcome: Outcome) -> bool:
-    """Return whether the script failed for a reason that the configuration did not cause.
+    """Return whether the script failed for a reason other than the configuration.
 
     It failed before it had an engine, or its own code raised an error after whole optimizer steps
     of the user's own configuration.
@@ -178,7 +181,7 @@ def _is_of_script(trial: Trial, outcome: Outcome) -> bool:
     frame = _last_frame(outcome.detail)
     has_trained = trial.kind is TrialKind.BASELINE and outcome.completed_steps > 0
     in_library = any(part in frame for part in _IN_LIBRARY)
-    # CUDA reports an error of any kernel where the script waits for it.
+    # CUDA reports an error of a kernel later, where the script waits for the device.
     of_device = "CUDA error" in outcome.message
     return has_trained and bool(frame) and not (in_library or of_device)
 

@@ -1,4 +1,4 @@
-"""A run, as the fold of its journal: trials, outcomes, the best one, why it stopped."""
+"""State of a run, computed from its journal: trials, outcomes, the best one, why it stopped."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ from dsat.values import hazards
 from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import Trial, TrialKind
 
-TIMES_THE_OWN = 20.0  # a trial may measure for this many steps of the user's own configuration
+TIMES_THE_OWN = 20.0  # a trial may always measure for the time of this many steps of the user's own
 
 
 class Run:
-    """The state of a run: the fold of its journal's events.
+    """State of a run, computed by applying the events of its journal in order.
 
     Attributes:
-        has_begun: whether there was a first event; `plan` is missing before.
+        has_begun: whether there was a first event; `plan` does not exist before.
         info: name, versions and machine, from the journal's first line.
-        earlier: ids of trials that were taken from earlier runs; they cost nothing.
+        earlier: ids of trials that are reused from earlier runs and cost nothing.
         repeat: second trial of the user's own configuration, in a run without finals.
-        leader: best trial of the search that keeps to the plan's batch sizes.
-        finals: finals after the search; None without.
+        leader: best trial before the finals with admitted batch sizes; may be the user's own.
+        finals: finals after the search; None before, without finals, or once the search resumed.
         training: comparison of losses.
         batch_flag: the script's flag for its micro batch.
-        repeated: by trial id of a final or repeat, the trial that it runs again.
-        profiled: outcome of the trial that profiled the model.
-        disqualified: by trial id, why a leader cannot win although it ran.
-        same_batch_final: final at the user's global batch, if the leader has another.
+        repeated: by id of a final or repeat, the id of the trial that it runs again.
+        profiled: outcome of the latest trial to profile the model; without a profile if it failed.
+        disqualified: by trial id, why a pick of the finals cannot win although it ran.
+        same_batch_final: final at the user's global batch; None without one.
         search_ended: why the search ended; None before the finals began.
-        converged: whether it ended for another reason than the number of trials.
-        is_reopened: whether the search may go on after its finals, since it got more trials. They
-            count until it begins one.
+        converged: whether the search would have ended even with a larger budget.
+        is_reopened: whether a larger budget lets the search resume after its finals. The finals
+            stay valid until it begins a trial.
         stop_reason: why the run ended; None while it runs or if it was interrupted.
         paused: whether it was interrupted and did not continue.
-        neighbours: by trial id, the largest number of trials at the same time.
+        neighbours: by trial id, the largest number of other trials at the same time.
         running_s: wall time without pauses, from the command's start to the last event.
-        ended_at_s: seconds since the epoch when a trial ended; None if the journal does not say.
+        ended_s, ended_at_s: by trial id, `running_s` at its end, and that date in seconds since the
+            epoch; None if the journal does not tell it.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Run:
                     ds_config.check_sections(config, where=event["trial"].name)
 
     def apply(self, event: Mapping[str, Any]) -> None:
-        """Apply one event; unknown kinds are skipped."""
+        """Apply one event; an event of an unknown kind has no effect but its duration."""
         kind = event["event"]
         self.paused = kind == events.EVENT_PAUSED
         self.running_s += event.get("elapsed_s", 0.0)
@@ -148,7 +149,7 @@ class Run:
         if trial.kind in (TrialKind.PROFILE, TrialKind.REPEAT):
             return
         if trial.kind is TrialKind.FINAL:
-            # Another version may have run more pairs than this one's rules ask for.
+            # Another version of dsat may have run more pairs than this version requires.
             if self.finals is not None and not self.finals.over:
                 self.finals.record(None if value is None else self._objective.log_value(value))
                 self._check_training(self.finals)
@@ -202,7 +203,7 @@ class Run:
             finals.disqualify()
 
     def contestant(self, trial: Trial, predicted: float | None = None) -> Contestant:
-        """Return a trial that ran as a contestant of the finals."""
+        """Return a trial that ran as a `Contestant`; `predicted` is its predicted log value."""
         outcome, value, variation = self.outcomes[trial.id], self.value(trial), self.variation
         if value is None or outcome.metrics is None:
             raise ValueError(f"trial {trial.id} was not measured")
@@ -219,9 +220,9 @@ class Run:
         )
 
     def changes(self, trial: Trial) -> dict[str, tuple[Any, Any]]:
-        """Return settings that differ from the user's own configuration, except batch sizes.
+        """Return settings and switches that differ from the user's own, except batch sizes.
 
-        By dotted path, the user's value and the trial's; None where it is not set.
+        They map a dotted path to the user's value and the trial's; None for one that is not set.
         """
         key = trial.id, self.profiled is not None  # the profile lists the script's switches
         if key not in self._changes:
@@ -237,10 +238,10 @@ class Run:
 
     @property
     def best(self) -> Trial | None:
-        """Trial of the recommended configuration.
+        """Trial of the recommended configuration; None if no admitted trial ran.
 
-        It is the finals' winner. Before their end, it is the best that surely beats the user's own,
-        unless the pairs so far say otherwise.
+        It is the finals' winner. Before their end, it is the best trial that surely beats the
+        user's own, else the user's own; also the latter if it is faster in the pairs so far.
         """
         finals, own = self.finals, self.baseline
         if finals is None or not finals.over:
@@ -257,7 +258,7 @@ class Run:
 
     @property
     def _surely_best(self) -> Trial | None:
-        """The best of the search that surely beats the user's own, by enough for its batch."""
+        """Best of the trials that surely beat the user's own (by enough), or have no comparison."""
         admitted = [trial for trial in searched(self) if self.plan.admits(trial.batch)]
         eligible = [trial for trial in admitted if trial.id not in self.disqualified]
         for trial in sorted(eligible, key=lambda t: self._objective.loss(self.value(t) or 0.0)):
@@ -269,11 +270,11 @@ class Run:
         return None
 
     def gain_of(self, trial: Trial | None) -> Gain | None:
-        """Return the gain of a trial over the user's own configuration, both measured once.
+        """Return the gain of a measured trial over the user's own, from single runs of both.
 
         Returns:
-            None if either is missing, if they are the same, or if the user's own is not within the
-            batch sizes of the plan.
+            None if either is missing, if they are the same, or if the plan does not admit the batch
+            sizes of the user's own.
         """
         own = self.baseline
         if own is None or trial is None or trial is own or self.value(own) is None:
@@ -293,7 +294,7 @@ class Run:
 
     @property
     def variation(self) -> Variation | None:
-        """Run-to-run variation, measured in the finals; None before."""
+        """Run-to-run variation, measured in these or earlier finals; None before."""
         comparison = None if self.finals is None else self.finals.comparison
         return self._earlier_variation if comparison is None else comparison.variation
 
@@ -311,14 +312,15 @@ class Run:
 
     @property
     def most_trials(self) -> int:
-        """Number of trials allowed, including those from earlier runs."""
+        """Number of trials allowed, plus those from earlier runs."""
         return self.plan.max_trials + len(self.earlier)
 
     def longest_s(self, kind: TrialKind) -> float | None:
         """Return the time limit of a trial's measurement in seconds; None for no limit.
 
-        A trial of the search has half of it if finals can measure the best again. That saves a
-        third of a search whose steps are long and noisy (`benchmarks/native.py`).
+        It is the longer of `Plan.longest_s` and 20 of the user's own steps; half of that in the
+        search if finals follow, which saves a third if steps are long and noisy
+        (`benchmarks/native.py`).
         """
         longest_s, own = self.plan.longest_s, self.baseline and self.outcomes.get(self.baseline.id)
         if longest_s is None:
@@ -338,13 +340,13 @@ class Run:
         return [trial for trial in self.trials.values() if trial.id not in self.outcomes]
 
     def value(self, trial: Trial | None) -> float | None:
-        """Return the objective's value of a trial; None unless it ran."""
+        """Return the objective's value of a trial; None if it was not measured."""
         outcome = None if trial is None else self.outcomes.get(trial.id)
         return None if outcome is None else outcome.value(self._objective)
 
 
 def _variation_of_repeat(run: Run) -> Variation | None:
-    """Return the variation between two equal runs of the user's own configuration, if any."""
+    """Return the variation between two comparable runs of the user's own configuration, if any."""
     own, again = run.baseline, run.repeat
     if own is None or again is None or run.neighbours[own.id] != run.neighbours[again.id]:
         return None
@@ -362,7 +364,7 @@ def searched(run: Run) -> list[Trial]:
 
 
 def final_value(run: Run, trial: Trial) -> float | None:
-    """Return the objective's value of a trial; the mean of the finals' pairs, if it is in them."""
+    """Return the mean value of a trial in the finals' pairs, else that of `typical_outcome`."""
     mean = None if run.finals is None else run.finals.mean_log_value(trial.id)
     if mean is not None:
         return run.plan.objective.value_of(mean)
@@ -371,9 +373,9 @@ def final_value(run: Run, trial: Trial) -> float | None:
 
 
 def typical_outcome(run: Run, trial: Trial) -> Outcome | None:
-    """Return the median of a trial's runs in the finals; its own outcome without any.
+    """Return the outcome of a trial's median run in the finals; its own outcome without any.
 
-    A search that continues after finals ignores their runs until the next finals begin.
+    Once a search resumes after finals, their runs are ignored.
     """
     repeated = run.repeated.items() if run.finals is not None else ()
     finals = [i for i, again in repeated if again == trial.id]

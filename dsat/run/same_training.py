@@ -1,16 +1,16 @@
 """Comparison of a configuration's losses with those of the user's own on the same data.
 
 Bucket sizes, overlapped communication, ZeRO stages, offloading, and accumulation at the same global
-batch change where numbers are kept and in which order they are added up, not what is computed. So
-losses may differ by rounding, and no more. Two runs of the user's own configuration show how much
-that is, at least `_ROUNDING`. These limits follow the size of the formats and are not derived; for
-fp32 they were compared with real trainings of a small language model, 22 steps of Adam on a CPU
-(DeepSpeed 0.19.8): stages 0 to 3, buckets and accumulation differed by 1.2e-7 at most, a bias whose
-gradient was dropped by 2e-4 at a learning rate of 1e-3. In bf16 accumulation differed by 3e-4,
-stage 0 by 1.3e-2, and a bucket that raced by 2e-2, which is not detected.
+batch change where numbers are stored and in which order they are added, not what is computed. So
+losses may differ only by rounding: by as much as runs of the user's own configuration differ, times
+`_TIMES_OWN`, or by `_ROUNDING` if that is more. `_ROUNDING` follows the precision of the formats
+and is not derived. In fp32, it was checked with trainings of a small language model, 22 steps of
+Adam on a CPU (DeepSpeed 0.19.8): stages 0 to 3, buckets and accumulation changed losses by at most
+1.2e-7, and a dropped gradient of a bias by 2e-4, at a learning rate of 1e-3. In bf16, accumulation
+changed them by 3e-4, stage 0 by 1.3e-2, and a race in a bucket, which is not detected, by 2e-2.
 
-Wrong gradients change losses late, or little. So the norms of the first step's gradients are
-compared, too: of tiny models they differed by 1e-3 at most in bf16, over all stages, offloading and
+Wrong gradients change losses late, or little. So the gradient norms of the first step are compared
+too: for tiny models, they differed by 1e-3 at most in bf16, over all stages, offloading and
 accumulation (`testing/gradients.py`, DeepSpeed 0.19.8).
 """
 
@@ -26,15 +26,15 @@ from typing import Any
 from dsat.command import ds_config
 from dsat.values.outcome import PRECISIONS, TrainingCurve
 
-_LEAST_STEPS = 3  # of a curve; in the first no weight has changed yet
-# Relative differences of losses: of the first step, and added with every further one.
+_LEAST_STEPS = 3  # steps of a curve; the first loss precedes any change of weights
+# Allowed relative differences of losses: in the first step, and added by every further one.
 _ROUNDING = {"fp32": (1e-5, 1e-5), "fp16": (2e-3, 1e-3), "bf16": (5e-3, 2e-3)}
-# Relative differences of gradient norms in the first step; a lost micro batch makes a larger one.
+# Allowed relative differences of gradient norms in the first step; a lost micro batch exceeds them.
 _ROUNDING_OF_NORMS = {"fp32": 5e-3, "fp16": 2e-2, "bf16": 1e-1}
-# A loss that is zero, negative or far below the usual is a difference of larger terms (policy
-# gradients, advantages of mean 0), and rounds as they do: they are taken to be at least this large.
+# A loss that is zero, negative or below this fraction of the usual is a difference of larger terms
+# (policy gradients, advantages of mean 0) with their rounding. Assume that these are at least 1.
 _CANCELS_BELOW, _TERMS = 1e-3, 1.0
-_TIMES_OWN = 4.0  # how much more other runs may differ than two runs of the user's own
+_TIMES_OWN = 4.0  # factor by which others may differ more than runs of the user's own
 _OTHER_START = (
     "other data, weights or random numbers (with another micro batch, dropout draws others), or a "
     "loss that depends on the micro batch (negatives within a batch, batch normalization, means "
@@ -55,7 +55,8 @@ class Finding:
     """Result of a comparison.
 
     Attributes:
-        of_gradients: whether the losses of the first step agree but its gradients differ.
+        reason: why they differ or cannot be compared; empty if they agree.
+        of_gradients: whether the losses of the first step agree but the gradient norms differ.
     """
 
     agreement: Agreement
@@ -70,13 +71,14 @@ class Finding:
 def compare(
     own: Sequence[TrainingCurve], other: TrainingCurve, *, precision: str, same_batch: bool
 ) -> Finding:
-    """Compares a training with runs of the user's own configuration.
+    """Compare a training with runs of the user's own configuration.
 
     Args:
-        own: of its runs, in any order; two are needed.
+        own: curves of the latter, in any order; fewer than two give an unknown agreement.
         other: curve of another configuration, with the same seed and data.
-        precision: number format by the configuration, one of `PRECISIONS`. If the trainings
-            computed in a coarser one, that counts.
+        precision: number format of the configuration, one of `PRECISIONS`; a coarser one that was
+            recorded in training replaces it.
+        same_batch: whether both have the same global batch size.
     """
     if not same_batch:
         return _unknown("the global batch size differs")
@@ -121,7 +123,7 @@ def compare(
 
 
 def norms_agree(first: TrainingCurve, other: TrainingCurve, precision: str) -> bool | None:
-    """Return whether two trainings begin with equal gradients; None if that is unknown."""
+    """Return whether two trainings begin with gradient norms equal up to rounding, or None."""
     one, two = first.gradient_norm, other.gradient_norm
     if one is None or two is None:
         return None
@@ -131,7 +133,7 @@ def norms_agree(first: TrainingCurve, other: TrainingCurve, precision: str) -> b
 def _gradient_difference(
     own: Sequence[TrainingCurve], other: TrainingCurve, precision: str
 ) -> str | None:
-    """Return how the gradients of the first step differ, if rounding does not explain it."""
+    """Describe how the gradient norms of the first step differ; None if rounding explains it."""
     norms = [curve.gradient_norm for curve in own if curve.gradient_norm is not None]
     norm = other.gradient_norm
     if len(norms) < 2 or norm is None:
@@ -148,7 +150,7 @@ def _gradient_difference(
 def precision_of(config: Mapping[str, Any]) -> str:
     """Return the number format of a DeepSpeed configuration: bf16, fp16 or fp32.
 
-    If the script decides ("auto"), it is fp32; trainings record the format that they used.
+    It is fp32 if the script decides ("auto"); trainings record the format that they used.
     """
     model, _ = ds_config.data_types(config)
     if model in ("bf16", "fp16"):
@@ -162,12 +164,11 @@ def precision_of(config: Mapping[str, Any]) -> str:
 def suspects(changes: Mapping[str, Any], of_same: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the changes that may explain different losses.
 
-    Args:
-        changes: of the configuration that trains differently, by setting.
-        of_same: those of configurations that train like the user's own.
+    They are those that no configuration has that trains like the user's own; else all changes.
 
-    Returns:
-        The changes that none of the latter has; all, if nothing is left.
+    Args:
+        changes: changes of the configuration that trains differently, by setting.
+        of_same: changes of configurations that train like the user's own.
     """
     left = {
         key: value
@@ -182,7 +183,7 @@ def _unknown(reason: str) -> Finding:
 
 
 def _losses(curve: TrainingCurve) -> dict[int, float]:
-    """Return losses by step, up to the first skipped by fp16: later steps do not correspond."""
+    """Return losses by step, before the first that is missing, not finite or skipped by fp16."""
     found: dict[int, float] = {}
     for step, loss in zip(curve.steps, curve.losses, strict=True):
         if loss is None or not math.isfinite(loss) or step in curve.skipped:
@@ -192,7 +193,7 @@ def _losses(curve: TrainingCurve) -> dict[int, float]:
 
 
 def _least_scale(curves: Sequence[Mapping[int, float]]) -> float:
-    """Return the smallest scale for differences of losses."""
+    """Return the least scale of relative differences; 0 unless losses cancel (`_CANCELS_BELOW`)."""
     losses = [loss for curve in curves for loss in curve.values()]
     usual = statistics.median(map(abs, losses))
     return max(usual, _TERMS) if min(losses) <= _CANCELS_BELOW * usual else 0.0

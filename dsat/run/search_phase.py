@@ -1,4 +1,4 @@
-"""The search of a run: from its trials to observations, from a proposal to the next trial."""
+"""The search of a run: turns trials into observations, and a proposal into the next trial."""
 
 from __future__ import annotations
 
@@ -37,13 +37,14 @@ _SOURCES = {
     TrialKind.FINAL: Source.FINAL,
     TrialKind.REPEAT: Source.BASELINE,
 }
-_MOST_REPEATED = 1000  # proposals in a row of what is known, after which a search is over
+_MOST_REPEATED = 1000  # a search ends after this many proposals in a row of known configurations
 
 
 class SearchPhase:
-    """Decides what the search measures next.
+    """The phase of the search: decides on its next trial.
 
-    Everything is computed from the run, so a search continues wherever its journal is read.
+    Everything is computed from the run, so a search can continue wherever its journal is read.
+    `forecast` is None if memory is not predicted, or if nothing was predicted to fit.
     """
 
     def __init__(
@@ -54,12 +55,12 @@ class SearchPhase:
         self.forecast = None if basis is None else Forecast(basis, plan, run.profile, space)
         self._costs = TrialCosts(plan, run)
         self._by_digest: dict[str, int] = {}
-        self._indexed = 0  # trials that are in the former
+        self._indexed = 0  # number of trials in `_by_digest`
         self._observations = _Observations(plan, run, space)
         self._learned = 0
         self._update_predictions()
         if self.forecast is not None and not self._anything_fits(self.forecast):
-            self.forecast = None  # the model was profiled, so that cannot be true
+            self.forecast = None  # the model ran, so that is false
         search = SEARCHES[plan.method]
         ramps = plan.ramp and search.ramps
         problem = Problem(run.profile, plan.objective, space, plan.seed, ramp=ramps)
@@ -67,7 +68,7 @@ class SearchPhase:
         self._context = Context(self.forecast, self._costs)
 
     def find_reusable(self, earlier: Iterable[Measured]) -> Iterator[tuple[Trial, Measured]]:
-        """Yield trials of earlier runs that belong to the space; see `Decisions.find_reusable`."""
+        """Yield new trials for measured points of the space; see `Decisions.find_reusable`."""
         for each in earlier:
             trial, location = each.trial, self._observations.location(each.trial)
             if trial.kind is TrialKind.PROFILE or location is None or not location.is_exact:
@@ -78,7 +79,7 @@ class SearchPhase:
                 yield replace(made, batch_flag=trial.batch_flag), each
 
     def predicted(self, trial: Trial) -> float | None:
-        """Return the search's predicted logarithm of a trial's value."""
+        """Return `Search.predicted` for a trial; None if its strategy is not searched."""
         location = self._observations.location(trial)
         return None if location is None else self._search.predicted(location.point)
 
@@ -100,7 +101,7 @@ class SearchPhase:
     def _trial(
         self, settings: Mapping[str, Any], micro_batch: int, proposal: Proposal
     ) -> Trial | None:
-        """Make a trial; None if an equal trial answers the proposal."""
+        """Make a trial; None if an equal one exists, which is recorded as the proposal's answer."""
         batch = self._space.batch(micro_batch, settings)
         overrides, script_args = overrides_for(settings, batch), self._space.script_args(settings)
         known = self._equal_trial(overrides, script_args)
@@ -140,7 +141,7 @@ class SearchPhase:
         )
 
     def _update_predictions(self) -> None:
-        """Correct predictions by trials that ended since the last call."""
+        """Correct predictions with trials that ended since the last call."""
         ended = list(self._run.outcomes.items())
         for trial_id, outcome in ended[self._learned :]:
             trial = self._run.trials[trial_id]
@@ -166,7 +167,7 @@ class _Observations:
         self.equal: list[tuple[Proposal, int]] = []  # proposals, and the trials that answer them
 
     def list_all(self) -> list[Observation]:
-        """Return all observations, in the order in which trials began."""
+        """Return observations of trials in the order of their start, then of answered proposals."""
         run = self._run
         trials = [t for t in run.trials.values() if t.kind in _SOURCES]
         trials = [trial for trial in trials if not run.batch_flag.supersedes(trial)]
@@ -194,7 +195,7 @@ class _Observations:
             self._locations[trial.id] = self.location(trial)
         location, outcome = self._locations[trial.id], self._run.outcomes.get(trial.id)
         if outcome is not None and outcome.metrics is not None and variation is not None:
-            # The finals have shown how much one run differs from the next.
+            # The finals measured the run-to-run variation.
             metrics = outcome.metrics.at_least_as_uncertain(variation.sd)
             outcome = replace(outcome, metrics=metrics)
         is_admitted = self._plan.admits(trial.batch)

@@ -1,7 +1,7 @@
-"""Strategies of a search, and its rungs of the ladder.
+"""Strategies of a search, and rungs to climb if the user's own strategy does not fit.
 
-A rung is predicted to need less than all before it: of strategies that need the same, the lower
-stage moves less.
+A rung is predicted to need less device memory than all before it, except with NVMe. Of strategies
+that need the same, the lower stage communicates less.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import LADDER, NONE, NVME, Strategy, of_config
 
 _SECTIONS = ("offload_optimizer", "offload_param")
-# Of no particular model, but a large one beside any bucket: only the order of what strategies need
-# counts.
+# Facts of no particular model, but of one that is large compared to any bucket: only the order of
+# strategies by memory counts.
 _SOME_MODEL = ModelFacts(
     num_params=10**11,
     trainable_params=10**11,
@@ -39,8 +39,8 @@ _SOME_MODEL = ModelFacts(
 def searched(plan: Plan) -> tuple[Strategy, ...]:
     """Return the strategies to search if the user's own fits.
 
-    Offloading stays as the user configured it, unless they ask to search it: it only costs time
-    when the model fits without it.
+    Offloading stays as the user configured it, unless `--search` includes it: where a model fits
+    without offloading, it only costs time.
     """
     strategies = [of_config(plan.base_config, stage) for stage in plan.searched_stages]
     if any(section in plan.tune for section in _SECTIONS):
@@ -49,7 +49,7 @@ def searched(plan: Plan) -> tuple[Strategy, ...]:
 
 
 def rungs(plan: Plan) -> tuple[Strategy, ...]:
-    """Return the strategies to try in order when the user's own does not fit."""
+    """Return the strategies to try in order if the user's own does not fit."""
     least = _needed_bytes(plan, of_config(plan.base_config))
     found = []
     for strategy in LADDER:
@@ -64,7 +64,7 @@ def rungs(plan: Plan) -> tuple[Strategy, ...]:
 
 
 def divisions(plan: Plan) -> list[Parallelism]:
-    """Return the ways to divide devices, the user's own first, then by group size."""
+    """Return the parallelisms to search, the user's own first, then by devices per sample."""
     space = make_space(plan, only=(of_config(plan.base_config),))
     found = [plan.parallelism(each) for each in space.branches[0].of_each_parallelism()]
     return sorted(found, key=lambda each: (each != plan.parallelism(), each.shared))
@@ -73,18 +73,14 @@ def divisions(plan: Plan) -> list[Parallelism]:
 def profile_overrides(
     plan: Plan, strategy: Strategy, micro_batch: int, shared: Parallelism | None = None
 ) -> dict[str, Any]:
-    """Return the overrides of the profile trial with a strategy.
-
-    Args:
-        shared: parallelism; by default the user's.
-    """
+    """Return the overrides of a profile trial; `shared` is its parallelism, or else the user's."""
     base, own = plan.base_config, plan.parallelism()
     shared = shared or own
     settings = strategy_settings(strategy, base, plan.nvme_path)
     if strategy != of_config(base):
         settings["stage"] = strategy.stage
     if strategy.stage > 0:
-        # Default buckets take gigabytes whatever the model: small ones let more models fit.
+        # Default buckets take gigabytes regardless of the model: small ones let more models fit.
         settings |= smallest_buckets(fixed=plan.fixed, stage=strategy.stage)
     if shared != own:
         settings |= shared.settings
@@ -99,7 +95,7 @@ def make_space(
 
     Args:
         profile: None before the model is profiled.
-        only: the strategies; by default those to search if the user's own fits.
+        only: the strategies; if empty, those of `searched`.
     """
     roomy_bucket = None  # a sixteenth of a device's memory
     if profile is not None:
@@ -121,9 +117,9 @@ def make_space(
 
 
 def keeps_micro_batch(plan: Plan, outcome: Outcome) -> bool:
-    """Return whether the micro batch is kept, because the loss compares samples.
+    """Return whether the search keeps the micro batch, because the loss compares its samples.
 
-    It is if the global batch stays too: the micro batch is then part of the training.
+    It does so if it keeps the global batch size too, and if the user listed no micro batches.
     """
     is_kept = plan.train_batch_size == plan.own_batch.train_batch_size and not plan.micro_batches
     is_kept = is_kept and plan.own_batch.micro_batch in plan.allowed_micro_batches
@@ -131,7 +127,7 @@ def keeps_micro_batch(plan: Plan, outcome: Outcome) -> bool:
 
 
 def _comparable(plan: Plan, profile: ModelProfile) -> dict[str, ScriptSwitch]:
-    """Return the script's switches whose trials compare under the plan's metric."""
+    """Return the script's switches whose values can be compared under the plan's metric."""
     metrics = {name: SWITCHES[name].metric for name in profile.switches if name in SWITCHES}
     found = profile.switches.items()
     return {n: s for n, s in found if metrics.get(n, "") in ("", plan.metric)}
@@ -162,7 +158,7 @@ def _offloads_as_asked(plan: Plan, strategy: Strategy) -> bool:
 
 
 def _needed_bytes(plan: Plan, strategy: Strategy) -> tuple[int, int]:
-    """Return the predicted peak, and the peak of training without initialization."""
+    """Return the predicted peak in bytes, and that of training without initialization."""
     config = plan.config(profile_overrides(plan, strategy, micro_batch=1))
     is_auto = ds_config.data_types(config)[0] is None
     facts = replace(_SOME_MODEL, param_bytes=2 if is_auto else 4)

@@ -1,4 +1,4 @@
-"""Comparison of trials' training with the user's own configuration, over all of their runs."""
+"""Comparison of the training of trials and the user's own configuration, over all their runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsat.values.outcome import Outcome, TrainingCurve
 from dsat.values.trial import Trial, TrialKind
 from dsat.values.zero_strategy import of_config
 
-_MOST_APART = 1.5  # tokens of samples that were not counted, one configuration's by another's
+_MOST_APART = 1.5  # largest ratio of tokens per sample if samples were not counted
 _OWN = "your own configuration"
 OWN_IS_WRONG = f"Likely wrong is {_OWN}"
 
@@ -26,8 +26,8 @@ def training_of(plan: Plan, trial: Trial) -> hazards.Training:
 
 
 def training_with(config: Mapping[str, Any], gas: int, plan: Plan) -> hazards.Training:
-    """Return the same facts for a configuration."""
-    is_open = ds_config.data_types(config)[0] is None  # the script decides, and may take bf16
+    """Return the facts of `training_of` for a DeepSpeed configuration."""
+    is_open = ds_config.data_types(config)[0] is None  # the script decides, and may choose bf16
     return hazards.Training(
         config,
         of_config(config).stage,
@@ -39,10 +39,7 @@ def training_with(config: Mapping[str, Any], gas: int, plan: Plan) -> hazards.Tr
 
 
 class TrainingCheck:
-    """Compares the losses of trials.
-
-    `repeated` has, by trial id of a final, the trial that it runs again.
-    """
+    """Comparison of the losses and gradients of trials; for the arguments see `Run`."""
 
     def __init__(
         self,
@@ -76,7 +73,8 @@ class TrainingCheck:
         """Return why a pick that trains differently cannot win; None if it may.
 
         Args:
-            changes: the settings in which a trial differs from the user's own, with both values.
+            changes: returns a trial's settings that differ from the user's own, with both values.
+            version: DeepSpeed's version; None if unknown.
         """
         finding = self.compare(plan, own, pick)
         if not finding.differs:
@@ -95,10 +93,10 @@ class TrainingCheck:
         return f"{reason}. What differs: {said}"
 
     def _compare_uncounted(self, own: Trial, pick: Trial) -> str | None:
-        """Return why trials whose samples were not counted cannot be compared; None if they can.
+        """Return why the throughputs of two trials cannot be compared; None if they can.
 
-        Throughput assumes full micro batches. If the data loader forms its own batches (by tokens,
-        say), a larger micro batch only seems faster.
+        If samples were not counted, throughput assumes full micro batches. With a data loader that
+        forms batches of another size (by tokens, say), a larger micro batch only seems faster.
         """
         its, yours = self._uncounted_tokens(pick), self._uncounted_tokens(own)
         if not its or not yours or max(its, yours) <= _MOST_APART * min(its, yours):
@@ -109,7 +107,7 @@ class TrainingCheck:
         )
 
     def _uncounted_tokens(self, trial: Trial) -> float:
-        """Return tokens per sample if samples were not counted; 0 if unknown."""
+        """Return tokens per assumed sample if samples were not counted; 0 if counted or unknown."""
         outcome = self._outcomes[trial.id]
         metrics = outcome.metrics
         if metrics is None or UNCOUNTED not in outcome.warnings or metrics.throughput <= 0:
@@ -117,7 +115,7 @@ class TrainingCheck:
         return (metrics.tokens_per_second or 0.0) / metrics.throughput
 
     def _likely_wrong(self, plan: Plan, own: Trial, pick: Trial, version: str | None) -> str:
-        """Return which of two trials has wrong gradients, by known faults or other trials."""
+        """Describe which trial likely has wrong gradients, by known faults or by other trials."""
         pair = {_OWN: own, "this configuration": pick}
         by_fault = {
             name: found[0].describe(version or "")

@@ -15,18 +15,18 @@ from dsat.values.outcome import Outcome
 from dsat.values.trial import FEWEST_MAY_TAKE, BatchTriple, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
 
-_MOST_KEPT = 64  # of the latest trials, what each took besides its steps
-# Limits of one trial, which the finals repeat a few times, and of the whole search: times the
-# user's own trial, and at least seconds.
+_MOST_KEPT = 64  # number of latest trials whose time besides steps is kept
+# Time limits of one trial, which the finals repeat a few times, and of the whole search: multiples
+# of the user's own trial, but at least these seconds.
 _LONGEST, _LONGEST_S = 5.0, 20.0
-TOO_LONG_S = 60.0  # no trial begins whose fewest steps take longer, and longer than 20 of one's own
+TOO_LONG_S = 60.0  # no trial starts whose fewest steps take longer than this and `Run.longest_s`
 _SEARCH, _SEARCH_S = 15.0, 60.0
 
 
 class TrialCosts:
     """Predicts how long trials take, and which would take too long.
 
-    A trial consists of steps before the measured ones, the measured ones, and a constant for
+    The time of a trial is that of its warm-up steps, of its measured steps, and a constant for
     starting the script and building the engine.
     """
 
@@ -38,7 +38,7 @@ class TrialCosts:
         self._besides_s = deque[float](maxlen=_MOST_KEPT)
         self._steps = deque[int](maxlen=_MOST_KEPT)
         self._spent_s = 0.0
-        # Seconds of a micro step, by its samples.
+        # Seconds of a micro step, by strategy and micro batch.
         self._micro_steps: dict[Strategy, dict[int, float]] = defaultdict(dict)
 
     def update(self, trial: Trial, outcome: Outcome) -> None:
@@ -54,10 +54,9 @@ class TrialCosts:
         self._micro_steps[strategy][trial.batch.micro_batch] = step_s / trial.batch.gas
 
     def _cost_s(self, strategy: Strategy, trial: Trial, outcome: Outcome) -> float:
-        """Return a trial's share of the search's time.
+        """Return a trial's share of the search's time, which simultaneous trials divide.
 
-        A failure counts no more than its predicted time, because a hanging rank says nothing about
-        later trials.
+        A failure costs no more than its predicted time, because later trials need not hang too.
         """
         duration_s = outcome.duration_s
         if outcome.metrics is None and self._steps:
@@ -65,13 +64,13 @@ class TrialCosts:
         return duration_s / (1 + self._run.neighbours.get(trial.id, 0))
 
     def trial_s(self, step_s: Any) -> Any:
-        """Return seconds of whole trials, for seconds of their steps (also an array)."""
+        """Return the seconds of whole trials, given the seconds of a step (also arrays)."""
         if not self._steps:
             return (self._warm_up_steps + self._least_steps) * step_s
         return statistics.median(self._besides_s) + self._steps_of(step_s) * step_s
 
     def _steps_of(self, step_s: Any) -> Any:
-        """Return the steps of whole trials; slow ones are measured in fewer."""
+        """Return the number of steps of whole trials; fewer are measured if steps are slow."""
         longest_s = self._run.longest_s(TrialKind.SEARCH)
         usual = statistics.median(self._steps) - self._warm_up_steps
         if longest_s is None:
@@ -87,16 +86,13 @@ class TrialCosts:
         return np.asarray(step_s) > most_s
 
     def are_unaffordable(self, step_s: Any) -> Any:
-        """Return which trials cost more than a verdict may, for seconds of their steps.
-
-        A verdict on a configuration needs further runs of it in the finals.
-        """
+        """Return which trials take longer than the search has left, or are too long for finals."""
         longest_s = max(_LONGEST * self._own_s, _LONGEST_S)
         return self.trial_s(step_s) > min(self.left_s, longest_s)
 
     @property
     def left_s(self) -> float:
-        """Seconds left for the search."""
+        """Seconds left for the search; infinite if the user's own configuration did not run."""
         return max(_SEARCH * self._own_s, _SEARCH_S) - self._spent_s
 
     @property
@@ -106,10 +102,10 @@ class TrialCosts:
         return own.duration_s if own and own.ok else math.inf
 
     def step_s(self, strategy: Strategy, batch: BatchTriple) -> float:
-        """Return a lower estimate of the seconds of a step; 0 if nothing is known.
+        """Return a low estimate of the seconds of a step; 0 if the strategy was not measured.
 
-        Larger micro batches take longer, but less per sample, until the device is full. Beyond
-        that, time grows as it did last.
+        Larger micro batches take longer, but less time per sample, until the device is full. Beyond
+        the largest measured one, time grows as it did between the last two.
         """
         known = sorted(self._micro_steps[strategy].items())
         if not known:

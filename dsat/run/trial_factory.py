@@ -19,7 +19,7 @@ _LIMITED = (TrialKind.SEARCH, TrialKind.FINAL, TrialKind.REPEAT)
 
 
 class TrialFactory:
-    """Makes the trials of a run, numbered and named in order.
+    """Factory of a run's trials, with numbers in order and unique names.
 
     A trial must be entered into the run before the next one is made.
     """
@@ -40,7 +40,7 @@ class TrialFactory:
     ) -> Trial:
         """Return the run's next trial.
 
-        `overrides` include its batch sizes; `proposal` is the search's.
+        `overrides` include its batch sizes; `proposal` is None unless a search proposed the trial.
         """
         strategy = self.strategy(overrides)
         profile = self._run.profile
@@ -66,7 +66,7 @@ class TrialFactory:
         )
 
     def _own_steps(self) -> StepFacts | None:
-        """Return the accumulation of the user's own steps, for trials to compare."""
+        """Return the accumulation in the steps of the user's own trial; None if unknown."""
         own = self._run.baseline
         outcome = None if own is None else self._run.outcomes.get(own.id)
         curve = None if outcome is None else outcome.training
@@ -83,7 +83,7 @@ class TrialFactory:
     def is_like(
         self, trial: Trial, overrides: Mapping[str, Any], script_args: Mapping[str, Any]
     ) -> bool:
-        """Return whether a trial ran a configuration that is equal for DeepSpeed."""
+        """Return whether DeepSpeed treats a trial's configuration like the given one."""
         its = self.fingerprint(trial.overrides, trial.script_args)
         return its == self.fingerprint(overrides, script_args)
 
@@ -93,7 +93,7 @@ class TrialFactory:
         return {} if value is None or not METRICS[metric].has_interval else {metric: value}
 
     def _name(self, kind: TrialKind, strategy: Strategy, batch: BatchTriple, digest: str) -> str:
-        """Return `z1_gas1_tmbspg3`, as DeepSpeed's autotuner does; with a digest if taken."""
+        """Return a unique name: `z1_gas1_tmbspg3`, a prefix of the kind, a digest if needed."""
         stem = f"{strategy.name}_gas{batch.gas}_tmbspg{batch.micro_batch}"
         if kind is TrialKind.FINAL:
             stem = f"{kind.value}{count_finals(self._run) + 1}_{stem}"
@@ -107,5 +107,5 @@ class TrialFactory:
 
 
 def count_finals(run: Run) -> int:
-    """Return the number of trials of all finals so far."""
+    """Return the number of trials in all finals of a run so far."""
     return sum(trial.kind is TrialKind.FINAL for trial in run.trials.values())

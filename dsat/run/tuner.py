@@ -1,6 +1,6 @@
-"""The one decision loop: what is decided and what happens goes through the journal.
+"""The tuner: every decision and every outcome passes through the journal.
 
-There is no I/O here but the journal's, so that one class serves an engine that is polled and a
+The journal's I/O is the only one here, so the same class serves an engine that is polled and a
 cluster that sends events.
 """
 
@@ -26,24 +26,23 @@ from dsat.values.trial import Trial
 
 
 class Tuner:
-    """Decides the trials of a run: the user's own configuration, the search and the finals.
+    """Tuner of a run: decides on the user's own configuration, the search and the finals.
 
     Every decision is appended to the journal before it is returned, and every outcome before it
-    changes a decision.
+    affects a decision.
 
     Args:
-        plan: what to tune. It must agree with the plan in the journal, except for the number of
-            trials and the finals.
+        plan: what to tune. It must agree with the plan in the journal; see `Plan.difference`.
         journal: continued if it has events of an earlier tuner.
-        earlier: trials of earlier runs, which are used again.
-        clock: seconds, monotonic; for displayed durations alone.
-        time_of_day: seconds since the epoch, for dates of events; None for no dates.
-        last_event_s: time of the last event, or of the command's start, by `clock`; None for the
-            present.
+        info: names, versions and machine, for the first line of a new journal.
+        earlier: trials of earlier runs to use again.
+        clock: monotonic clock in seconds, for displayed durations only.
+        time_of_day: clock in seconds since the epoch, for dates of events; None for no dates.
+        last_event_s: time of the last event, or of the command's start, by `clock`; None for now.
 
     Raises:
         JournalMismatch: the plan in the journal is another one.
-        JournalError: an event is damaged, or does not fit those before it.
+        JournalError: an event is damaged, or contradicts earlier ones.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Tuner:
         return self.decisions.run
 
     def next_trials(self, free_slots: int) -> list[Trial]:
-        """Return trials to start now; fewer if devices or candidates run out."""
+        """Return the trials to start now on free devices; fewer than fit if none is ready."""
         self._reuse_earlier()
         trials: list[Trial] = []
         while free_slots >= self.plan.slots_per_trial:
@@ -100,7 +99,7 @@ class Tuner:
         return trials
 
     def _reuse_earlier(self) -> None:
-        """Enter trials that earlier runs measured already."""
+        """Enter trials that earlier runs have measured already."""
         while self._earlier:
             is_last = self.decisions.search_began
             reused = False
@@ -116,7 +115,7 @@ class Tuner:
 
     @property
     def finished(self) -> bool:
-        """Return whether the run is over and nothing runs."""
+        """Return whether no trial is running and no further one will start."""
         return not self.run.running and self.decisions.stop_reason is not None
 
     def record(self, trial_id: int, outcome: Outcome) -> None:
@@ -127,7 +126,7 @@ class Tuner:
             self._append({**event, "outcome": outcome})
 
     def set_memory_basis(self, basis: Basis) -> None:
-        """Enter the basis of memory predictions, and begin the search."""
+        """Enter the basis of memory predictions, which begins the search."""
         assert self.decisions.needs_memory_basis
         self._append({"event": journaled.EVENT_MEMORY_BASIS, "basis": basis})
 
@@ -154,9 +153,10 @@ class Tuner:
 
 
 def difference_to(plan: Plan, earlier: Plan) -> str | None:
-    """Return the first difference of a plan to an earlier run's, or None.
+    """Return the first difference between a plan and that of an earlier run, or None.
 
-    Options of the search and settings of DeepSpeed that came after the earlier run do not count.
+    Options of the search at their defaults and defaults of DeepSpeed do not count if the earlier
+    run did not know them.
     """
     options = {**usual_options(earlier.method), **earlier.search_options}
     defaults = {path: plan.defaults.get(path, was) for path, was in earlier.defaults.items()}
@@ -165,10 +165,10 @@ def difference_to(plan: Plan, earlier: Plan) -> str | None:
 
 
 def _continued(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
-    """Return the plan of the run in some events, with the number of trials and finals of a new one.
+    """Return the plan in a journal, with the new plan's fields of `_MAY_DIFFER` except `longest_s`.
 
     Raises:
-        JournalMismatch: they differ in anything that decides on trials.
+        JournalMismatch: the plans differ in another field; see `Plan.difference`.
     """
     if not events:
         return plan

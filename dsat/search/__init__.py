@@ -1,4 +1,4 @@
-"""The searches by the names that the command line gives them."""
+"""All searches by name: the value of `--method`, and the command of `dsat` that runs it."""
 
 from __future__ import annotations
 
@@ -24,25 +24,21 @@ _SET_BY_RUNS = {"self", "problem"}
 
 
 def options_of(method: str) -> Mapping[str, Option]:
-    """Return the options of a search by the parameters that take their values.
+    """Return a search's options, keyed by the constructor parameter that each one sets.
 
-    An unknown search has none. A subclass inherits none, since its constructor may differ.
+    Empty for an unknown search. Subclasses do not inherit options: their constructors may differ.
     """
     found: Mapping[str, Option] = vars(SEARCHES.get(method, Search)).get("options", {})
     return found
 
 
 def usual_options(method: str) -> dict[str, Any]:
-    """Return the values that the options of a search have by default."""
+    """Return the default values of a search's options, keyed by constructor parameter."""
     return {name: option.initial for name, option in options_of(method).items()}
 
 
 def parameters_of(method: str) -> set[str]:
-    """Return the parameters of a search's constructor that its user can set.
-
-    If the constructor has `**options`, those of the next one in the method resolution order are
-    included.
-    """
+    """Return the parameters of a search's constructor that a user can set, also by `**options`."""
     found: set[str] = set()
     unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for each in SEARCHES.get(method, Search).__mro__[:-1]:

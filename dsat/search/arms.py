@@ -1,7 +1,7 @@
-"""Arms of the classic searches: a combination of settings, with the micro batches still open.
+"""Arms of the classic searches: combinations of settings, with the micro batches still open.
 
-A search decides which arm it continues, which micro batch that arm tries, and when a new arm
-begins. What is known of an arm is computed from the observations at each decision.
+A search decides which arm to continue, which micro batch to try, and when to begin a new arm. The
+state of all arms is computed from the observations at each decision.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from dsat.space.locate import Point
 from dsat.values.objective import Objective
 from dsat.values.outcome import OutcomeKind
 
-_DRAWS = 4096  # settings drawn in one decision until some fit
-_STEP_UP = 4  # largest step of the micro batch, times the largest that ran
+_DRAWS = 4096  # largest number of settings drawn in one decision to find some that fit
+_STEP_UP = 4  # largest factor between the next micro batch and the largest that ran
 _WORTH_DOUBLING = math.log(1.05)  # least growth of the rate per doubling of the micro batch
-_BEYOND = 4  # times the micro batch where growth ended, because slow growth adds up
+_BEYOND = 4  # factor over the micro batch where growth ended, because slow growth adds up
 
 
 @dataclass
@@ -44,9 +44,9 @@ class Arm:
     Attributes:
         sizes: allowed micro batches, ascending; `lo` and `hi` are positions in them.
         hi, lo: the open range, both ends included; empty if `lo > hi`.
-        number: position among the arms that the search began; None before that.
-        best, best_size: best value of the objective, and its micro batch.
-        latest: position of its latest trial among all observations.
+        number: position among the arms that the search began; None until it begins this one.
+        best, best_size: best value of the objective, and its micro batch; None and 0 before.
+        latest: position of the search's latest trial of this arm among all observations.
     """
 
     branch: int
@@ -77,11 +77,11 @@ class Arm:
         return any(each.outcome is None for each in self.ours)
 
     def observe(self, observation: Observation, objective: Objective) -> None:
-        """Narrow the open range by a trial of these settings.
+        """Narrow the open range by the outcome of a trial of these settings.
 
-        A success raises the lower end, because more samples that fit are expected to be as fast.
-        Running out of memory, data or time lowers the upper end. A second timeout, or any other
-        failure of a trial of the search, closes the arm.
+        A success raises the lower end, because larger micro batches should be as fast or faster.
+        Running out of memory or data lowers the upper end. Of the search's own trials, the first
+        timeout does so too; a second timeout or any other failure closes the arm.
         """
         size, outcome = observation.batch.micro_batch, observation.outcome
         is_ours = observation.arm is not None
@@ -102,23 +102,23 @@ class Arm:
             self.hi = -1
 
     def limit(self, micro_batch: float) -> None:
-        """Exclude larger micro batches."""
+        """Exclude micro batches above a size."""
         self.hi = min(self.hi, bisect.bisect_right(self.sizes, micro_batch) - 1)
 
     def propose(self, position: int, **note: int) -> Proposal:
-        """Propose a micro batch, by its position; for `note` see `Proposal`."""
+        """Propose the micro batch at a position of `sizes`; for `note` see `Proposal`."""
         return Proposal(Point(self.branch, self.index, self.sizes[position]), self.number, note)
 
 
 @dataclass
 class _Branch:
-    """Memory of one strategy, according to its trials.
+    """State of one strategy, from its trials.
 
     Attributes:
         largest_ran: the largest micro batch that ran; 0 if none did.
-        least_failed: the smallest micro batch that ran out of memory.
+        least_failed: the smallest micro batch that ran out of memory; infinite if none did.
         at_smallest: number of trials that ran out of memory with the smallest allowed micro batch.
-        drawn: numbers of the settings that the search began.
+        drawn: indices of the settings that the search began.
     """
 
     largest_ran: int = 0
@@ -137,14 +137,14 @@ class Arms:
 
     Args:
         observations: all trials, in the order in which they began.
-        range_factor: multiplies the largest micro batch that is predicted to fit.
+        range_factor: factor on the largest micro batch that is predicted to fit.
         sizes: micro batches to try; by default all that the space allows.
 
     Attributes:
         begun: the arms that the search began, by number.
-        known: these, other settings that were measured, and those that a draw considered, by branch
-            and index.
-        rng: random numbers of this decision.
+        known: by branch and index, the begun arms, those of other trials, and those that a decision
+            considered.
+        rng: random generator for this decision.
     """
 
     def __init__(
@@ -168,8 +168,8 @@ class Arms:
         outcomes = [each.outcome for each in observations if each.outcome is not None]
         limits = [each.most_samples for each in outcomes if each.most_samples is not None]
         self._most_samples: float = min(limits, default=math.inf)
-        self._timed_out = [math.inf for _ in self.branches]  # the least of each strategy
-        self._largest = math.inf  # micro batch that ran, while more samples are faster
+        self._timed_out = [math.inf for _ in self.branches]  # smallest that timed out, by branch
+        self._largest = math.inf  # largest micro batch that ran, while throughput still grows
         if problem.ramp:
             self._limit_growth(observations)
         for position, each in enumerate(observations):
@@ -177,10 +177,10 @@ class Arms:
                 self._observe(position, each.point, each)
 
     def _limit_growth(self, observations: Sequence[Observation]) -> None:
-        """Limit micro batches to steps from what ran, to the time, and to where growth ends.
+        """Limit micro batches by steps from those that ran, by timeouts, and by throughput growth.
 
-        For small models, memory is no guide: a million samples may fit where a hundred keep the
-        device busy.
+        For small models, memory is no useful limit: a million samples may fit where a hundred keep
+        the device busy.
         """
         ran: defaultdict[tuple[int, int], dict[int, tuple[float, float]]] = defaultdict(dict)
         objective = self.problem.objective
@@ -196,7 +196,7 @@ class Arms:
             elif outcome.kind is OutcomeKind.TIMEOUT and size > self._sizes[0]:
                 timed_out[point.branch].append(size)
         for branch, sizes in timed_out.items():
-            # A smaller one than others that ran there hung for another reason.
+            # A timeout below a micro batch that ran in this branch has another cause than its size.
             most = max((max(ran[key]) for key in ran if key[0] == branch), default=0)
             self._timed_out[branch] = min((s for s in sizes if s > most), default=math.inf)
         self._largest = max((size for sizes in ran.values() for size in sizes), default=math.inf)
@@ -204,7 +204,7 @@ class Arms:
             for small, large in itertools.pairwise(sorted(rates)):
                 beyond = (rates[size][0] for size in rates if size > large)
                 if max(beyond, default=-math.inf) > rates[large][0] + _WORTH_DOUBLING:
-                    continue  # one of the two was disturbed
+                    continue  # something disturbed one of the two measurements
                 octaves = math.log2(large / small)
                 grown = rates[large][0] - rates[small][0] + rates[large][1]
                 if octaves >= 1 and grown < _WORTH_DOUBLING * octaves:
@@ -236,16 +236,16 @@ class Arms:
         return self.middle(arm) is not None
 
     def middle(self, arm: Arm) -> int | None:
-        """Return the middle of the open positions; None if there is none.
+        """Return the middle of the open positions (see `pick`); None if there is none.
 
-        A position that is predicted not to fit, or to take too long, closes all above it.
+        A position that is predicted not to fit, or to take too long, is closed with all above it.
         """
         return self.pick(arm, lambda: (arm.lo + arm.hi) // 2)
 
     def pick(self, arm: Arm, choose: Callable[[], int]) -> int | None:
-        """Return the first allowed position that a function chooses among the open ones.
+        """Return the first allowed position that a function chooses among the open ones, or None.
 
-        If the arm is open far beyond what ran, return the next step up instead.
+        The next step up comes first if the arm is open far beyond the micro batches that ran.
         """
         step = self._next_step(arm) if arm.lo <= arm.hi else -1
         while arm.lo <= arm.hi:
@@ -256,7 +256,7 @@ class Arms:
         return None
 
     def _next_step(self, arm: Arm) -> int:
-        """Return the position of the next step up from what ran; -1 if steps set no limit."""
+        """Return the position of the next step up from the largest that ran; -1 for no limit."""
         end, largest = arm.sizes[arm.hi], self._largest
         failed = min(self.branches[arm.branch].least_failed, self._timed_out[arm.branch])
         is_safe = math.isinf(failed)
@@ -278,15 +278,15 @@ class Arms:
     def draw(self, among: Iterable[int] | None = None) -> Arm | None:
         """Begin an arm whose settings were not drawn before.
 
-        The first settings of every strategy come first, as strategies are listed: DeepSpeed's
-        defaults, or what the user chose. Strategies that run out of memory at the smallest micro
-        batch come last.
+        The first settings of every strategy (DeepSpeed's defaults, or the user's values) come
+        first, in the order of the strategies. Strategies that ran out of memory at the smallest
+        micro batch come last.
 
         Args:
             among: numbers of the branches to draw from; all by default.
 
         Returns:
-            None if all were drawn, or none fits.
+            None if all were drawn, or none of the drawn ones (at most `_DRAWS`) fits.
         """
         branches = self.problem.space.branches
         candidates = list(range(len(branches)) if among is None else among)
@@ -311,14 +311,14 @@ class Arms:
         return None
 
     def begin(self, arm: Arm, number: int | None = None) -> None:
-        """Begin an arm; `number` is the one in its trials' records, None for a new one."""
+        """Begin an arm; `number` is its number in recorded trials, None for a new arm."""
         if arm.number is None:
             arm.number = max(self.begun, default=-1) + 1 if number is None else number
             self.begun[arm.number] = arm
             self.branches[arm.branch].drawn.add(arm.index)
 
     def arm(self, branch: int, index: int) -> Arm:
-        """Return the arm of some settings; make it at its first use."""
+        """Return the arm of the given settings, and create it at its first use."""
         arm = self.known.get((branch, index))
         if arm is None:
             settings = self.problem.space.branches[branch].settings(index)
@@ -328,11 +328,11 @@ class Arms:
         return arm
 
     def largest(self, settings: Mapping[str, Any]) -> float:
-        """Return the largest micro batch that settings should allow; 0 if none."""
+        """Return the largest micro batch that should fit with some settings; 0 if none does."""
         return largest_micro_batch(self.problem, self._context.memory, settings)
 
     def _highest(self, settings: Mapping[str, Any]) -> int:
-        """Return the highest position that is expected to fit; -1 if none is."""
+        """Return the highest position expected to fit; -1 if none is predicted to fit."""
         largest = self.largest(settings)
         if self._context.memory is not None and largest < self._sizes[0]:
             return -1
@@ -343,12 +343,12 @@ class Arms:
         return bisect.bisect_right(self._sizes, size) - 1
 
     def finish(self) -> Wait | Stop:
-        """Return `Wait` or `Stop` if there is no arm to continue or to begin."""
+        """Return the decision if no arm can go on: `Wait` while a trial runs, otherwise `Stop`."""
         return Wait() if self._is_anything_running else Stop(EXHAUSTED)
 
 
 def _undrawn(count: int, drawn: Collection[int], rng: np.random.Generator) -> int:
-    """Draw a number below `count` that was not drawn; 0 first."""
+    """Draw a number below `count` that was not drawn yet; 0 is drawn first."""
     if not drawn:
         return 0
     if count > 2 * len(drawn):

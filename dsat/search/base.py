@@ -1,4 +1,4 @@
-"""The interface of searches: a function of the observations proposes the next trial."""
+"""The interface of searches: a search proposes the next trial from the observations so far."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NO_NEW_BEST = early_stopping("end the search after N trials without a new best")
 
 
 class Source(enum.Enum):
-    """Purpose of a measurement."""
+    """Origin of an observation."""
 
     BASELINE = "baseline"
     SEARCH = "search"
@@ -44,16 +44,16 @@ class Source(enum.Enum):
 
 @dataclass(frozen=True)
 class Observation:
-    """A configuration that was measured, or is being measured.
+    """A trial that ended or is running.
 
     Attributes:
         point: point in the space, or the nearest one; None if its strategy is not searched.
         outcome: how the trial ended; None while it runs.
-        is_exact: whether it is `point` itself; otherwise a setting or a batch size differs.
-        is_admitted: whether its batch sizes keep to the user's constraints.
-        neighbours: largest number of trials that ran on the machine at the same time.
-        arm: number that the search gave to its settings; None if the search did not propose it.
-        note: facts that the search recorded with it, such as its rung.
+        is_exact: whether it is `point` itself and admitted; else a setting or a batch size differs.
+        is_admitted: whether `BatchRule.admits` its batch sizes.
+        neighbours: largest number of other trials that ran at the same time; 0 while it runs.
+        arm: the search's number for its settings; None if the search did not propose or number it.
+        note: facts that the search recorded with the trial, such as its rung.
     """
 
     point: Point | None
@@ -72,7 +72,7 @@ class Proposal:
     """The next configuration to try.
 
     Attributes:
-        arm: number of its settings among those that the search has tried; see `Observation`.
+        arm: the search's number for its settings; None if the search does not number them.
         note: facts for later decisions, recorded with the trial.
     """
 
@@ -83,7 +83,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to try before a running trial ends."""
+    """Decision to try nothing before a running trial ends."""
 
 
 @dataclass(frozen=True)
@@ -100,35 +100,35 @@ class Costs(Protocol):
     """Predicted durations of trials."""
 
     def trial_s(self, step_s: Any) -> Any:
-        """Return the seconds of whole trials for seconds of their steps (also an array)."""
+        """Return the seconds of whole trials, given the seconds of a step (also arrays)."""
 
     @property
     def left_s(self) -> float:
         """Seconds that the search may still take."""
 
     def are_too_long(self, step_s: Any) -> Any:
-        """Return which trials would exceed the time limit, for seconds of their steps."""
+        """Return which trials may not start, given the seconds of a step (also arrays)."""
 
     def are_unaffordable(self, step_s: Any) -> Any:
-        """Return which trials cost more than a verdict may, for seconds of their steps."""
+        """Return which trials take longer than they are worth, given the seconds of a step."""
 
     def step_s(self, strategy: Strategy, batch: BatchTriple) -> float:
-        """Return a lower bound of the seconds of a step; 0 if unknown."""
+        """Return a low estimate of the seconds of a step; 0 if unknown."""
 
 
 class Memory(Protocol):
     """Predicted memory of configurations."""
 
     def largest(self, settings: Mapping[str, Any]) -> float:
-        """Return the largest micro batch that fits with some settings; 0 if none does."""
+        """Return the largest micro batch that is predicted to fit with settings; 0 if none is."""
 
     def fits(self, settings: Mapping[str, Any], micro_batch: int) -> bool:
-        """Return whether a configuration may be launched."""
+        """Return whether memory predictions allow a configuration to be launched."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """Predictions that a search may use beside the observations; None if nothing is known."""
+    """Predictions that a search may use besides the observations; None where there are none."""
 
     memory: Memory | None = None
     costs: Costs | None = None
@@ -139,7 +139,7 @@ class Problem:
     """Definition of a search: model, metric, space and seed.
 
     Attributes:
-        ramp: raise micro batches step by step, as long as more samples are faster.
+        ramp: raise micro batches step by step, while that increases the throughput.
     """
 
     profile: ModelProfile
@@ -152,15 +152,15 @@ class Problem:
 class Search(abc.ABC):
     """Base class of all searches.
 
-    A search has no clock, no files and no global random numbers. It decides by its arguments alone:
-    what it keeps between calls only saves time. So a run continues in another process, on another
-    machine, by the observations in its journal.
+    A search has no clock, no files and no global random numbers. `propose` depends on its arguments
+    alone; state kept between calls only saves time. So a run can continue in another process or on
+    another machine from the observations in its journal.
 
     Attributes:
         summary: one line for `--help`.
-        options: its own options, by the parameters of its constructor that take their values.
-        ramps: it uses `Problem.ramp`.
-        needs_time: it predicts times, so the metric must be a time, or work over time.
+        options: options of this search only, keyed by the constructor parameter that each one sets.
+        ramps: whether it uses `Problem.ramp`.
+        needs_time: whether it predicts times, so that the metric must be a time or work per time.
     """
 
     summary: ClassVar[str] = ""
@@ -173,20 +173,20 @@ class Search(abc.ABC):
 
     @abc.abstractmethod
     def propose(self, observations: Sequence[Observation], context: Context) -> Decision:
-        """Return the next configuration to try, as if it began at once.
+        """Return the next configuration to try, assuming that its trial begins at once.
 
         Args:
             observations: all trials, in the order in which they began.
 
         Returns:
-            A point that is none of the exact observations, or why there is none.
+            A point without an exact observation (finals excepted), or why there is none.
         """
 
     def predicted(self, point: Point) -> float | None:
-        """Return the predicted logarithm of a value, up to a constant; larger is better.
+        """Return the predicted logarithm of the objective, up to a constant; larger is better.
 
-        Searches without a model of speed return the same for all points. None if the model does not
-        know the point.
+        By default it is the same for all points. A search with a model of speed returns None until
+        it has fitted the model.
         """
         return 0.0
 
@@ -194,10 +194,10 @@ class Search(abc.ABC):
 def stop_without_new_best(
     patience: int | None, observations: Sequence[Observation], objective: Objective
 ) -> Stop | None:
-    """Stop a search without a new best in its last trials; finals do not count.
+    """Return `Stop` if the last trials brought no new best, else None; finals do not count.
 
     Args:
-        patience: number of trials without a new best; None for no limit.
+        patience: number of trials without a new best, once a trial ran; None for no limit.
     """
     if patience is None:
         return None
@@ -211,7 +211,7 @@ def stop_without_new_best(
 def count_since_best(
     observations: Iterable[Observation], objective: Objective
 ) -> tuple[float | None, int]:
-    """Return the best value, None if there is none, and the number of finished trials since."""
+    """Return the best value (None if nothing ran) and the number of finished trials since then."""
     best, since = None, 0
     for each in observations:
         if each.outcome is None:
@@ -227,9 +227,9 @@ def count_since_best(
 def largest_micro_batch(
     problem: Problem, memory: Memory | None, settings: Mapping[str, Any]
 ) -> float:
-    """Return the largest micro batch that settings should allow; 0 if none.
+    """Return the largest micro batch that should fit with some settings; 0 if none does.
 
-    Without predictions, the memory that activations take decides.
+    Without `memory`, only activations count. At most twice the largest allowed micro batch.
     """
     profile = problem.profile
     if memory is not None:

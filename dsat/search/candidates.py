@@ -18,32 +18,33 @@ from dsat.space.overrides import GAS
 from dsat.space.space import Branch, Space
 
 _FEW = 24  # up to this number, all micro batches are compared
-# Parts of the predicted end of memory, and of the best micro batch, that are compared. With twice
-# the former, replays end as they do; with half the latter, 0.06 points lower (see `choice`).
+# Multiples to compare of the predicted largest micro batch, and of the best one. Twice as many of
+# the former change no replay; with half of the latter, they end 0.06 points lower (see `choice`).
 _NEAR_THE_EDGE = (1.0, 0.95, 0.87)
 _NEAR_THE_BEST = (0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25)
-_OCTAVES = 2  # below the smallest of these that are compared: the best moves further down
-_TILE = 8  # samples: with tokens of any number, whole tiles of matrix units
-MOST_SETTINGS = 12  # of a branch; with 24, no replayed search finds anything better
-# Only their ratios count: the scale is learned. Without whole tiles, replays end 0.1 points lower.
-# Standard deviation of what a strategy, a setting, a switch of the script and whole tiles make of a
-# step beside what the physical model predicts.
+_OCTAVES = 2  # compared below the smallest of these; the range moves down with the best
+_TILE = 8  # samples that fill whole tiles of matrix units, whatever the sequence length
+MOST_SETTINGS = 12  # compared in a branch; with 24, no replayed search finds anything better
+# Standard deviations of the effects on a log step time of a strategy, a setting, a script's switch
+# and whole tiles, beyond the physical model. Only their ratios count, because the scale is learned.
+# Without whole tiles, replays end 0.1 points lower.
 _STRATEGY_SD, _SETTING_SD, _SWITCH_SD, _TILES_SD = 0.04, 0.02, 0.2, 0.02
-_ALONE_SD = 0.1  # of what other trials on the machine make of a step
+_ALONE_SD = 0.1  # likewise, of other trials on the machine
 _STRATEGY, _WHOLE_TILES, _ALONE = "strategy", "whole tiles", "alone"  # names of traits
 
 
 def select_micro_batches(
     micro_batches: Sequence[int], *, edges: Sequence[float], best: Sequence[float]
 ) -> list[int]:
-    """Return the micro batches that are compared, ascending.
+    """Return the micro batches to compare, ascending: all if they are few.
 
-    They are powers of two with one step between, up to twice the largest given size and down to a
-    quarter of the smallest, and multiples of 8 where memory ends and beside the best.
+    Otherwise, they are powers of two and 1.5 times these, up to twice the largest given size and
+    down to about a quarter of the smallest; and sizes near `edges` and `best`, also rounded down to
+    multiples of 8. Each is replaced by the largest allowed micro batch up to it.
 
     Args:
-        edges: micro batches at which memory should end.
-        best: the micro batch of the best so far; without one, sizes from 1 on are compared.
+        edges: largest micro batches predicted to fit.
+        best: the best micro batch so far; if empty, sizes from 1 on are compared.
     """
     if len(micro_batches) <= _FEW:
         return list(micro_batches)
@@ -66,7 +67,7 @@ class Row:
     Attributes:
         work: see `step_time.work`.
         traits: 1 for each value that settings and strategy have, else 0; see `Points`.
-        gas: accumulation steps, where the global batch is free.
+        gas: accumulation steps if no global batch size decides them.
     """
 
     work: Array
@@ -76,10 +77,10 @@ class Row:
 
 
 class Settings:
-    """Settings of all branches by their numbers, and those among them that are compared.
+    """Settings of all branches, as rows for the models of speed and failures.
 
     Attributes:
-        effects: standard deviation of the difference that each trait makes, (traits,).
+        effects: prior standard deviation of each trait's effect on a log step time, (traits,).
     """
 
     def __init__(self, space: Space, job: Job) -> None:
@@ -127,7 +128,7 @@ class Settings:
         return Row(work(self._job, strategy, settings), traits, values, gas)
 
     def with_trial(self, traits: Array, micro_batch: Array, is_alone: Any) -> Array:
-        """Return traits for micro batches, and for trials that ran alone or not, (n, traits)."""
+        """Return traits with those of trials set: whole tiles, and whether alone, (n, traits)."""
         found: Array = traits.copy()
         for key, is_so in ((_WHOLE_TILES, micro_batch % _TILE == 0), (_ALONE, is_alone)):
             found[:, self._traits[key, str(True)]] = is_so
@@ -135,10 +136,10 @@ class Settings:
         return found
 
     def changes(self, branch: int, best: Mapping[str, Any]) -> list[int]:
-        """Return the numbers of the best settings and of those that differ from it by one value.
+        """Return the numbers of the best settings, and of those that differ from them in one value.
 
         Args:
-            best: settings of the best so far, of this branch or of another.
+            best: best settings so far; a value that this branch lacks counts as its first value.
         """
         whole = self._space.branches[branch]
         at_best, others, own = 0, [], whole.values_in(best)

@@ -1,4 +1,4 @@
-"""Cards and their links, by name: `cards.json`, which names the source of each number."""
+"""Rates of cards and links by name, from `cards.json`, which lists sources and assumptions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dsat.errors import UserInputError
 
 _GIB = 2**30
 MEMORY_PART = 0.85  # fraction of the memory bandwidth that elementwise kernels reach
-_OTHER_KINDS = frozenset(("laptop", "mig", "nvl", "pcie"))  # slower variants of a name
-_OF_ANY = re.compile(r"nvidia|amd|instinct|geforce|sxm\d*|hbm\w*")  # words of drivers
-_OF_MANY = re.compile(r"\d+gb|pcie|rtx|nvl")  # words that name no card alone
-_PCIE_PART, _NETWORK_PART = 0.88, 0.9  # fractions that copies and collectives reach
+_OTHER_KINDS = frozenset(("laptop", "mig", "nvl", "pcie"))  # words for slower variants of a card
+_OF_ANY = re.compile(r"nvidia|amd|instinct|geforce|sxm\d*|hbm\w*")  # words that drivers add
+_OF_MANY = re.compile(r"\d+gb|pcie|rtx|nvl")  # words that alone identify no card
+_PCIE_PART, _NETWORK_PART = 0.88, 0.9  # fractions of the bandwidths that transfers reach
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Card:
     Attributes:
         flops: dense peak in FLOP/s, by bytes of an element.
         matmul, attention: fractions of the peak that matrix products and attention reach in
-            trainings.
+            training.
         memory_bandwidth: peak in bytes/s.
-        link_bandwidth: bytes/s of a large collective in one host.
-        pcie_bandwidth: bytes/s between card and host.
-        network_bandwidth: bytes/s of a card to other hosts.
+        link_bandwidth: bytes/s that a large collective reaches in one host.
+        pcie_bandwidth: bytes/s that copies reach between card and host.
+        network_bandwidth: bytes/s that a card reaches to other hosts.
         per_host: cards of a usual host.
         host_cores, host_bandwidth: physical cores of a usual host per card, and peak bytes/s of its
             memory per card.
@@ -63,13 +63,13 @@ class Card:
     )
 
     def peak(self, itemsize: int) -> float:
-        """Return the peak for elements of this size in bytes, or of the next larger size."""
+        """Return the peak for elements of this size in bytes, else the next larger or largest."""
         sizes = sorted(self.flops)
         return self.flops[next((size for size in sizes if size >= itemsize), sizes[-1])]
 
 
 def find(name: str) -> Card:
-    """Find a card by its name, or by a part of it: `H100`, `a100-80gb`, `NVIDIA L40S`.
+    """Find a card by its name, by words of it, or by a device's name; see `of_device`.
 
     Raises:
         UserInputError: the table has no such card.
@@ -84,9 +84,10 @@ def find(name: str) -> Card:
 
 
 def of_device(name: str) -> Card | None:
-    """Return the card of a device; None if it is not in the table.
+    """Return the card of a device (`NVIDIA L40S`, `a100-80gb`, `H100`); None if none matches.
 
-    All words of the one name are in the other.
+    The words of one name must include those of the other. The longest card name within the device's
+    wins; else the card with the most memory. A device's variant (`pcie`) must be the card's too.
     """
     known, wanted = table(), _words(name)
     words = {key: _words(key) for key in known}
@@ -111,7 +112,7 @@ def table() -> dict[str, Card]:
 
 
 def _words(name: str) -> frozenset[str]:
-    """Split a name into words; `80G` becomes `80gb`."""
+    """Split a name into lower-case words; `80G` and `80GiB` become `80gb`."""
     words = re.findall(r"[a-z0-9]+", name.lower())
     return frozenset(re.sub(r"^(\d+)gi?b?$", r"\1gb", word) for word in words)
 
@@ -121,7 +122,7 @@ def _plain(name: str) -> str:
 
 
 def _card(name: str, entry: Mapping[str, Any]) -> Card:
-    """Convert an entry of the file, where bandwidths are in 10^9 bytes/s."""
+    """Convert an entry of the file, whose `units` section defines the units."""
     return Card(
         name=name,
         memory_bytes=int(entry["memory_gib"] * _GIB),

@@ -1,4 +1,4 @@
-"""Choice of the next trial: the largest expected gain for each second that it takes."""
+"""Choice of the next trial: the largest expected gain per second of the trial."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from dsat.space.locate import Point
 
 # "Replays" are runs of `benchmarks/replay.py` with the constant changed: medians of two seeds over
 # all tables, as fractions of the best.
-# Gain, as a logarithm, for which first trials of strategies wait where time is short. If they never
-# do, one replay ends at 92.6 % and not at 97.4 %.
+# Log of the least expected gain for which a trial precedes the first trials of strategies when time
+# is short. If none ever does, one replay ends at 92.6 % instead of 97.4 %.
 _LEAST = math.log(0.01)
-# Power of the chance to fit: running out of memory is worse than a small gain. With 1, replays run
-# out of memory 16 times and not 14, and the worst ends at 96.5 % and not at 97.2 %.
+# Exponent of the probability to fit: running out of memory is worse than a small gain. With 1,
+# replays run out of memory 16 times instead of 14, and the worst ends at 96.5 % instead of 97.2 %.
 _CAUTION = 1.5
-# Penalty of a failed first trial of a strategy, after which predictions leave more room everywhere.
-# Without it, replays end at 99.1 % and not at 99.5 %.
+# Penalty for a failed first trial of a strategy, which makes all later predictions more cautious.
+# Without it, replays end at 99.1 % instead of 99.5 %.
 _FAILURE = 0.25
-_MOST_UNKNOWN = 0.7  # of the logarithm of a step: a trial may take half of what is predicted
-# Trials that a search measures; one twice as long demands four times the gain of each further
-# trial. Without this, searches with 10 % of noise take up to 23 trials and find nothing better;
-# with 8, up to 16 at 3 and 6 % of noise in place of 14, and find nothing better either.
+_MOST_UNKNOWN = 0.7  # largest sd of a log step time: a step may take half the predicted time
+# Usual number of measured trials. At twice this number, a further trial must promise four times the
+# gain. Without this rule, searches with 10 % of noise take up to 23 trials and find nothing better;
+# with 8, they take up to 16 trials instead of 14 at 3 and 6 % of noise, and find nothing better.
 _USUAL_LENGTH = 6
 _TIE = 1e-9  # scores that differ by less are equal; the first is chosen
-# Trials of a strategy until one has run. With 1, the worst seeds of replays end at 99.2 % in the
-# mean, and not at 99.35 %.
+# Attempts at a strategy until one has run. With 1, the worst seeds of replays end at 99.2 % on
+# average instead of 99.35 %.
 _RETRIES = 3
 
 
@@ -43,12 +43,12 @@ class Candidates:
     """Configurations to compare, as arrays of one length n.
 
     Attributes:
-        usual_cost: cost of a trial of the best so far.
-        branch, index: positions of their settings.
+        usual_cost: cost of a trial of the best configuration so far; infinite if unknown.
+        branch, index: strategy and settings, as in `Point`.
         log_runs: logarithm of the probability to run.
-        gain, sd: predicted logarithm of the gain over the best so far, and how much a trial will
-            change it.
-        cost: cost of a trial, in seconds if they are known.
+        gain, sd: predicted logarithm of the gain over the best so far (of the rate, if nothing was
+            measured), and the standard deviation of its change by a trial.
+        cost: predicted seconds of a trial; 1 if unknown.
     """
 
     usual_cost: float
@@ -67,7 +67,7 @@ class Chooser:
 
     Attributes:
         costs: costs of trials; None if unknown.
-        stop_when: as in `ModelSearch`; 0 keeps trials that cost more than a verdict may.
+        stop_when: as in `ModelSearch`; 0 also allows trials that `Costs.are_unaffordable` excludes.
     """
 
     known: Predictions
@@ -78,11 +78,11 @@ class Chooser:
         """Return the next configuration; None if there is none left.
 
         Returns:
-            The configuration, and the largest expected gain of any, as a logarithm; infinite while
-            some strategy is not measured.
+            The configuration, and the largest expected log gain of any, reduced for risk, cost and
+            long searches; infinite while a first trial of a strategy is due (`_find_unopened`).
 
         Raises:
-            TooDear: whatever is left takes too long.
+            TooDear: all remaining trials take too long.
         """
         candidates = self._list_candidates()
         if candidates is None:
@@ -94,7 +94,7 @@ class Chooser:
         score = worth + (_CAUTION - 1) * candidates.log_runs - np.log(candidates.cost)
         if not self.known.measured:
             score = candidates.gain + _CAUTION * candidates.log_runs
-            if first.any():  # several at once are of different strategies
+            if first.any():  # simultaneous first trials use different strategies
                 score = np.where(first, score, -np.inf)
         elif first.any() and np.any(better := self._find_urgent(candidates, worth, first)):
             score = np.where(better, worth, -np.inf)
@@ -110,7 +110,7 @@ class Chooser:
         return Point(*map(int, place)), math.inf if first.any() else math.exp(expected)
 
     def _find_unopened(self, observations: Sequence[Observation]) -> set[int]:
-        """Return branches without offloading that have not run, after few attempts."""
+        """Return branches without offloading that have not run in at most two attempts so far."""
         attempts, ran = Counter[int](), set()
         for each in observations:
             if each.point is None or each.source is Source.FINAL:
@@ -125,7 +125,7 @@ class Chooser:
         }
 
     def _find_urgent(self, candidates: Candidates, worth: Array, first: Array) -> Array:
-        """Return candidates that promise more than first trials, but are too dear after them."""
+        """Return which candidates promise more than first trials but take too long after them."""
         if self.costs is None:
             return np.zeros(len(worth), bool)
         branch, cost = candidates.branch, candidates.cost
@@ -161,9 +161,9 @@ class Chooser:
                 kept &= ~self.costs.are_unaffordable(least_s)
         if not kept.any():
             raise TooDear
-        # A measurement is as uncertain as those before it, so it teaches little about what is
-        # known better than that (the knowledge gradient's standard deviation: Frazier, Powell and
-        # Dayanik, SIAM J. Control Optim. 47 (2008)).
+        # A new measurement is as noisy as earlier ones, so it changes little where the prediction
+        # is more certain than that (the knowledge gradient's standard deviation: Frazier, Powell
+        # and Dayanik, SIAM J. Control Optim. 47 (2008)).
         moved = (sd**2 / np.hypot(sd, speed.noise))[mine]
         branch, index = np.array(keys).T[:, where]
         log_runs = known.log_runs(keys, where, points)
@@ -174,8 +174,8 @@ class Chooser:
         """Return the configurations that may be tried.
 
         Returns:
-            Choices of settings; of each configuration the position of its settings among them, and
-            its micro batch.
+            Keys of settings; for each configuration, the position of its key among these, and its
+            micro batch.
         """
         known, configurations = self.known, self.known.configurations
         allowed = configurations.problem.space.micro_batches
@@ -197,9 +197,9 @@ class Chooser:
         return keys, where, np.concatenate(found) if found else np.zeros(0)
 
     def _list_settings(self, branch: int) -> list[Key]:
-        """Return the settings of a branch to compare.
+        """Return the settings of a branch to compare, except those that may not be tried again.
 
-        These are all if they are few; else the first, the best, and its likeliest changes.
+        All of them up to `MOST_SETTINGS`; else the first, the best, and its most promising changes.
         """
         known, configurations = self.known, self.known.configurations
         count = configurations.problem.space.branches[branch].count
@@ -218,4 +218,4 @@ class Chooser:
 
 
 class TooDear(Exception):
-    """Whatever is left to try takes too long."""
+    """All remaining trials take too long."""

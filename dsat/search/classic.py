@@ -25,7 +25,7 @@ from dsat.search.base import (
 
 
 class ArmSearch(Search):
-    """A search over arms."""
+    """Base class of searches over arms."""
 
     ramps = True
 
@@ -41,11 +41,11 @@ class ArmSearch(Search):
 
     @abstractmethod
     def _propose(self, arms: Arms) -> Decision:
-        """Return the next step of an arm."""
+        """Return the decision, given the arms."""
 
 
 class BinarySearch(ArmSearch):
-    """Bisects each arm to its end, then draws a new one."""
+    """Bisection of each arm to its end; a new arm is drawn when none can continue."""
 
     summary = "bisects the micro batch of randomly drawn configurations"
     options: ClassVar[Mapping[str, Option]] = {"search_range_factor": RANGE_FACTOR}
@@ -59,11 +59,10 @@ class BinarySearch(ArmSearch):
 class ASHASearch(ArmSearch):
     """Asynchronous successive halving (Li et al., arXiv:1810.05934) over arms.
 
-    The number of trials of an arm's bisection is its resource. An arm may use
-    `min_trials * divisor ** (early_stopping + rung)` trials, counted from its beginning, until it
-    has completed a rung. The best 1/divisor of the arms that completed a rung are promoted to the
-    next. Whatever can continue in the highest rung goes first; of the arms that wait in one rung,
-    the one with the most trials.
+    The resource of an arm is the number of trials of its bisection. An arm completes a rung with
+    `min_trials * divisor ** (early_stopping + rung)` trials, counted from its beginning, or when
+    its bisection is over. The best 1/divisor of the arms that completed a rung are promoted to the
+    next. The highest rung goes first: a promotion from it, else its arm with the most trials.
     """
 
     summary = "successive halving: many configurations get a few trials, the best ones more"
@@ -123,10 +122,10 @@ class ASHASearch(ArmSearch):
         return arms.finish() if arm is None else _propose_middle(arms, arm, rung=0)
 
     def _rungs(self, arms: Arms) -> dict[int, int]:
-        """Return the rung of each begun arm, and promote the arms that cannot use a promotion.
+        """Return the rung of each begun arm.
 
-        An arm whose bisection is over completes the next rung at once, and so leaves its place
-        there to the next one.
+        An arm whose bisection is over is promoted here, because it needs no further trial: it
+        completes the next rung at once, and the next best arm can be promoted.
         """
         rungs = {
             number: max((each.note.get("rung", 0) for each in arm.ours), default=0)
@@ -139,7 +138,7 @@ class ASHASearch(ArmSearch):
         return rungs
 
     def _promote(self, arms: Arms, rungs: Mapping[int, int]) -> int | None:
-        """Return the arm to promote, from the highest rung first."""
+        """Return the number of the arm to promote, from the highest rung first; None if none."""
         for rung in reversed(range(len(self._resources) - 1)):
             for number in self._best_of(arms, rungs, rung):
                 if rungs[number] == rung:
@@ -147,7 +146,7 @@ class ASHASearch(ArmSearch):
         return None
 
     def _best_of(self, arms: Arms, rungs: Mapping[int, int], rung: int) -> list[int]:
-        """Return the best 1/divisor of the arms that completed a rung, the best first."""
+        """Return the numbers of the best 1/divisor of arms that completed a rung, best first."""
         completed = [
             number
             for number, arm in arms.begun.items()
@@ -165,12 +164,12 @@ class ASHASearch(ArmSearch):
 
 
 class RandomSearch(ArmSearch):
-    """Draws micro batches around the middle of what is open, and gives up early.
+    """Search with micro batches drawn around the middle of the open range, and early ends of arms.
 
-    An arm ends when it has used up its trials, when its strategy only adds traffic to one that
-    shards and runs (stage 3 to stage 1 or 2, say, or offloading), or when it ran out of memory and
-    a larger micro batch than it can still reach ran in its branch. A new arm starts above the best
-    micro batch of its branch.
+    An arm ends when it has used its trials, when a strategy that shards with less traffic ran (such
+    as stage 1 or 2 for an arm in stage 3 or with offloading), or when it ran out of memory and
+    cannot exceed the largest micro batch that ran in its branch. A new arm starts above the best
+    micro batch of its branch if that should fit.
     """
 
     summary = "random configurations and micro batches, with early stopping"
@@ -213,7 +212,7 @@ class RandomSearch(ArmSearch):
         """Propose an open position, drawn around the middle.
 
         A new arm starts above the best micro batch of its branch, because the largest micro batch
-        is worth a trial with any settings.
+        is worth a trial with all settings.
         """
         loss = self.problem.objective.loss
         known = arms.known.values()
@@ -227,7 +226,7 @@ class RandomSearch(ArmSearch):
         return arms.finish() if position is None else arm.propose(position)
 
     def _is_worthwhile(self, arms: Arms, branch: int) -> bool:
-        """Return whether no sharding strategy with less traffic has run."""
+        """Return whether no strategy with sharding (stage 1 to 3) and less traffic has run."""
         strategies = self.problem.space.strategies
         burden = strategies[branch].burden
         return not any(

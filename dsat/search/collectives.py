@@ -1,19 +1,20 @@
 """Collectives of an optimizer step under ZeRO, and the time that they take.
 
-`of_step` lists what DeepSpeed 0.19.8 calls; `Network` prices a list, whether it was listed here or
-traced from a simulated step. The list was compared with traced steps of stages 0 to 3 with and
-without `overlap_comm`, `reduce_scatter` and `use_multi_rank_bucket_allreduce`:
+`of_step` lists the collectives that DeepSpeed 0.19.8 calls. `Network` predicts the time of such a
+list, or of one traced from a simulated step. `of_step` was compared with traced steps of stages 0
+to 3 with and without `overlap_comm`, `reduce_scatter` and `use_multi_rank_bucket_allreduce`:
 
 - Stage 0 all-reduces the gradients after the last backward pass (runtime/engine.py:3073).
 - Stages 1 and 2 all-reduce whole buckets too, and then copy each rank's part
-  (runtime/zero/stage_1_and_2.py:1695). Without `use_multi_rank_bucket_allreduce` each part is
-  reduced to its rank. Stage 1 does so in the last micro step, stage 2 in every one. Both gather the
-  updated parameters once a step, each parameter group in one call (runtime/utils.py:1019).
-- Stage 3 reduce-scatters gradients, or all-reduces them without `reduce_scatter`, and gathers the
-  parameters for both passes of every micro step. What stays live from the forward to the backward
-  pass is not gathered again.
-- What `overlap_comm` puts on a stream of its own runs beside the kernels. Without it, kernels wait,
-  for stage 3's gathers too (runtime/zero/parameter_offload.py:195).
+  (runtime/zero/stage_1_and_2.py:1695). With `reduce_scatter` but no
+  `use_multi_rank_bucket_allreduce`, they reduce each part to its rank. Stage 1 reduces in the last
+  micro step, stage 2 in every one. Both gather the updated parameters once a step, with one call
+  for each parameter group (runtime/utils.py:1016).
+- Stage 3 reduce-scatters gradients, or all-reduces them with `contiguous_gradients` but no
+  `reduce_scatter`. It gathers the parameters for both passes of every micro step, except those that
+  stay gathered from the forward to the backward pass.
+- With `overlap_comm`, collectives before the step run on a separate stream, beside the kernels.
+  Without it, kernels wait, also for stage 3's gathers (runtime/zero/parameter_offload.py:195).
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from dsat.values.step_trace import (
 )
 
 REDUCE = "reduce"
-ALL_TO_ALL = "alltoall"  # begins torch's names of it
-_STAGE_0_BUCKET = 5e8  # elements of its all-reduces
-_GATHERS = 32  # gathers of a large model, beside the full prefetch buckets
+ALL_TO_ALL = "alltoall"  # prefix of torch's names for it
+_STAGE_0_BUCKET = 5e8  # elements of an all-reduce in stage 0
+_GATHERS = 32  # gathers of a large model, besides the full prefetch buckets
 
-# Part of the bandwidth, seconds of a hop inside a host, and of one between hosts.
+# Fraction of the bandwidth, seconds of a hop inside a host, and seconds of a hop between hosts.
 Protocol = tuple[float, float, float]
 
 
@@ -52,6 +53,7 @@ class Network:
         link_bandwidth: bytes/s of a large collective inside a host.
         network_bandwidth: bytes/s of a rank to other hosts.
         per_host: ranks per host.
+        protocols: as in `Card`; the fastest one is used.
     """
 
     link_bandwidth: float
@@ -60,10 +62,10 @@ class Network:
     protocols: tuple[Protocol, ...]
 
     def seconds(self, collectives: Collectives) -> tuple[float, float]:
-        """Return the seconds of collectives due to bandwidth, and due to latency.
+        """Return the seconds of collectives due to bandwidth, and those due to latency.
 
-        A ring passes each byte through every rank. Its latency grows with the number of ranks, that
-        of NCCL's tree with the logarithm of the number of hosts (NCCL, src/graph/tuning.cc).
+        The latency of a ring grows with the number of ranks. NCCL's tree, for all-reduces only, has
+        a latency that grows with the logarithm of the number of hosts (src/graph/tuning.cc).
         """
         ranks = collectives.ranks
         if ranks < 2:
@@ -76,7 +78,7 @@ class Network:
         def spent(protocol: Protocol) -> tuple[float, float]:
             part, hop_s, host_hop_s = protocol
             hops = rounds * ((ranks - hosts) * hop_s + (hosts - 1) * host_hop_s)
-            if rounds > 1 and hosts > 1:  # NCCL takes a tree where that is sooner
+            if rounds > 1 and hosts > 1:  # NCCL uses a tree where that is faster
                 tree = (inside - 1) * hop_s + math.ceil(math.log2(hosts)) * host_hop_s
                 hops = min(hops, 2 * tree)
             return moved_s / part, collectives.count * hops
@@ -84,11 +86,7 @@ class Network:
         return min(map(spent, self.protocols), key=sum)
 
     def _moved_s(self, collectives: Collectives, inside: int, hosts: int) -> float:
-        """Return the seconds that the bytes take by bandwidth alone.
-
-        `inside` is the number of ranks per host (the last host may have fewer), `hosts` the number
-        of hosts.
-        """
+        """Return the seconds to move the bytes once, without latency; hosts have `inside` ranks."""
         ranks, bandwidth = collectives.ranks, self.link_bandwidth
         if collectives.kind.startswith(ALL_TO_ALL):  # every rank has one network port
             here, there = (inside - 1) / bandwidth, (ranks - inside) / self.network_bandwidth
@@ -109,12 +107,13 @@ def of_step(
     itemsize: int,
     hpz: int = 1,
 ) -> list[Collectives]:
-    """List the collectives of the last micro step and of each one before it.
+    """List the collectives of the last micro step and of each micro step before it.
 
     Args:
-        settings: the ZeRO section; DeepSpeed's defaults where it is not set.
+        settings: the ZeRO section; missing settings have DeepSpeed's defaults.
         ranks: ranks that share the optimizer's state.
-        itemsize: bytes of a parameter and of a gradient.
+        params, trainable: numbers of all and of the trainable parameters.
+        itemsize: bytes of a parameter, and of a gradient.
         hpz: ranks of a secondary partition of the parameters (`zero_hpz_partition_size`).
     """
     if ranks < 2:
@@ -159,8 +158,8 @@ def _reduction(stage: int, settings: Mapping[str, Any]) -> str:
 def _kept_live(settings: Mapping[str, Any], params: float) -> float:
     """Return the fraction of parameters that are still gathered when the backward pass begins.
 
-    A parameter stays gathered while there is room among the live ones, or if it is used again soon:
-    the last one of the forward pass at once, the first one after all others were used twice.
+    A parameter stays gathered while the limit of live ones allows it, or if it is reused soon: the
+    last one of the forward pass at once, the first one after all others were used twice.
     """
     live, reuse = (
         float(value) if isinstance(value := settings.get(name), (int, float)) else 1e9
@@ -172,11 +171,11 @@ def _kept_live(settings: Mapping[str, Any], params: float) -> float:
 def columns(
     collectives: Iterable[Collectives], network: Network, unit_s: float
 ) -> dict[str, float]:
-    """Return the columns of `step_time.work` that collectives decide.
+    """Return the columns of `step_time.work` that describe collectives.
 
     Args:
-        collectives: of the last micro step, and of each one before it.
-        unit_s: unit of latencies (`Hardware.latency_s`).
+        collectives: those of the last micro step, and of each micro step before it.
+        unit_s: unit of latencies in seconds (`Hardware.latency_s`).
     """
     each, last = defaultdict[str, float](float), defaultdict[str, float](float)
     for group in collectives:
@@ -187,7 +186,7 @@ def columns(
             found["boundaries"] += hops / unit_s
         elif not group.overlapped:
             found["waited"] += moved + hops
-        elif group.kind == ALL_GATHER:  # one half in each pass
+        elif group.kind == ALL_GATHER:  # half of it in each pass
             found["gathered"] += moved / 2
             found["gathers"] += hops / unit_s / 2
         else:

@@ -1,4 +1,4 @@
-"""Chance that a configuration runs, from successes and failures."""
+"""Probability that a configuration runs, from successes and failures of trials."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from dsat.search.normal import Array
 from dsat.values.outcome import Outcome, OutcomeKind
 
 Values = Sequence[tuple[str, str]]
-"""Names of settings and their values, as text."""
+"""Names of settings and their values, as JSON text."""
 
-# Octaves between the largest micro batch and the predicted one: a Cauchy distribution, because
-# predictions are good or fail altogether. Center and scale where it is only a bound, which leaves
-# nothing for the parameters, and where it is predicted for processor cores and for devices.
+# Log2 of the ratio of the largest micro batch that fits to the predicted one. Its distribution is
+# Cauchy, because predictions are either good or far off. Center and scale: without prediction (the
+# activations alone give an upper bound); of predictions for CPU cores; of those for devices.
 _BOUNDED, _ON_CORES, _PREDICTED = (-1.0, 0.5), (0.0, 0.15), (0.05, 0.05)
-# Once a trial has run this near the predicted end, predictions are good: the scale is reduced by
-# this factor. Without it, the worst replay ends at 96.5 % and not at 97.2 % (see `choice`).
+# Once a trial ran at this log2 ratio or above, predictions are good: this factor reduces the scale.
+# Without it, the worst replay ends at 96.5 % instead of 97.2 % (see `choice`).
 _NEAR, _CONFIRMED = -0.4, 0.3
-# Once memory has ended earlier than predicted, it may end this many times further below: each
-# failure more than doubles the next step down, which leaves a wrong prediction in a few trials.
+# Scale after a failure below the predicted limit, as a multiple of the miss: each failure more than
+# doubles the next step down, so a few trials suffice to correct a wrong prediction.
 _SURPRISED = 2.0
 _LEAST = 1e-9  # smallest probability
-_HANG_WEIGHT = 4.0  # failures of another kind, since it takes a trial's whole time limit
+_HANG_WEIGHT = 4.0  # a timeout counts as this many failures, because it takes a whole time limit
 
 
 class Ended(NamedTuple):
     """A finished trial.
 
     Attributes:
+        strategy: position of its branch.
         octaves: log2 of its micro batch over the largest that is predicted to fit.
     """
 
@@ -43,7 +44,7 @@ class Ended(NamedTuple):
 
     @property
     def is_too_large(self) -> bool:
-        """Return whether a smaller micro batch may run: memory, time or data were too short."""
+        """Return whether a smaller micro batch may run: memory, time or data did not suffice."""
         kind = self.outcome.kind
         ended_early = kind.is_out_of_memory or kind is OutcomeKind.TIMEOUT
         return ended_early or self.outcome.smaller_may_run
@@ -56,28 +57,28 @@ class Ended(NamedTuple):
 
 
 class Feasibility:
-    """Probability that a configuration runs, from the end of memory and from failures.
+    """Probability that a configuration runs, from limits of memory and from other failures.
 
     The largest micro batch that fits is expected near its prediction, between those that ran and
-    those that did not. Both bounds are kept by strategy, relative to the prediction.
+    those that did not. Both bounds are kept for each strategy, relative to the prediction.
 
     Args:
-        predicted: whether micro batches are compared with a prediction, or only with an upper
-            bound.
-        on_device: whether devices have memory of their own, which is easier to predict.
+        count: number of strategies.
+        predicted: whether octaves are relative to a prediction; if not, to an upper bound.
+        on_device: whether devices have separate memory, which is easier to predict.
     """
 
     def __init__(
         self, ended: Sequence[Ended], count: int, *, predicted: bool, on_device: bool
     ) -> None:
-        self._ran = [-math.inf] * count  # octaves above the predicted largest micro batch
+        self._ran = [-math.inf] * count  # log2 over the predicted largest micro batch
         self._failed = [math.inf] * count
         self._sound: Counter[tuple[str, str]] = Counter()
         self._unsound: dict[tuple[str, str], float] = defaultdict(float)
         for each in ended:
             self._bound(each)
         failed = [each for each in ended if not each.outcome.ok]
-        # Host memory differs by strategy.
+        # Needs of host memory depend on the strategy, so they say nothing about other strategies.
         on_slot = (each for each in failed if each.outcome.kind is not OutcomeKind.HOST_OOM)
         failed_on_slot = min((e.octaves for e in on_slot if e.is_too_large), default=math.inf)
         self._blame([each for each in failed if each.is_unsound], ended)
@@ -90,7 +91,7 @@ class Feasibility:
         self._center, self._scale = center, scale
 
     def _bound(self, each: Ended) -> None:
-        """Narrow the range in which memory ends; of contradicting trials, the latest is right."""
+        """Narrow the range of the largest micro batch; if trials conflict, the latest counts."""
         at, octaves = each.strategy, each.octaves
         if each.outcome.ok:
             self._ran[at] = max(self._ran[at], octaves)
@@ -100,7 +101,7 @@ class Feasibility:
             self._ran[at] = min(self._ran[at], octaves - 1e-3)
 
     def _blame(self, failures: Sequence[Ended], ended: Sequence[Ended]) -> None:
-        """Blame failures on values that have never run; where all have, on any of them."""
+        """Blame failures on values that never ran; if all did, on each (but timeouts on none)."""
         for each in ended if failures else ():
             if each.outcome.ok or each.outcome.kind.is_out_of_memory:
                 self._sound.update(each.values)
@@ -114,11 +115,11 @@ class Feasibility:
                 self._unsound[value] += blame / max(1, len(suspects))
 
     def fits(self, strategy: Any, octaves: Array) -> Array:
-        """Return the probability to have enough memory, (n,).
+        """Return the probability that memory suffices, (n,).
 
         Args:
-            strategy: position of one, or of each configuration's, (n,).
-            octaves: above the prediction, (n,).
+            strategy: position of the branch of all configurations, or of each, (n,).
+            octaves: log2 of the micro batches over the largest predicted to fit, (n,).
         """
         low, high, here = (
             0.5 + np.arctan((at - self._center) / self._scale) / math.pi
@@ -128,10 +129,10 @@ class Feasibility:
         return chance
 
     def runs(self, values: Values) -> float:
-        """Return the probability to run if memory suffices: that of the worst value."""
+        """Return the probability to run if memory suffices: the lowest one of the values."""
         return min(map(self._is_sound, values), default=1.0) if self._unsound else 1.0
 
     def _is_sound(self, value: tuple[str, str]) -> float:
-        """Return the probability of one value; it falls fast for a value that never ran."""
+        """Return the probability that one value runs; it falls fast for a value that never did."""
         ran, failed = self._sound[value], self._unsound.get(value, 0.0)
         return (1 + ran) / (1 + ran + failed) if ran else 1 / (1 + (2 * failed) ** 2)

@@ -1,4 +1,4 @@
-"""Every configuration, one after the other, in a sensible order."""
+"""Grid search: all strategies and settings, with a few micro batches each."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from dsat.search.base import (
 
 
 class GridSearch(Search):
-    """Tries every strategy in order, and all settings of each, defaults first.
+    """Search through every strategy in order, and through all settings of each, defaults first.
 
-    For each choice of settings it tries a short list of micro batches, the smallest first. From a
-    range it takes powers of two (times its step): first the largest that should fit, then doubled
-    while that runs, then halved. It tries nothing above a failure by memory or time, and nothing
-    after another failure.
+    With a list of allowed micro batches, it tries each of them, the smallest first. From a range,
+    it tries powers of two (times the step): first the largest that should fit, then doubled ones
+    while they run, then halved ones. It tries nothing above a failure by memory, data or time, and
+    nothing after another failure or a second timeout.
 
-    While a trial of some settings runs, the next settings begin. A branch whose settings all run
-    out of memory comes after the others.
+    While a trial of some settings runs, the next settings begin. Branches come last in which
+    nothing ran and settings ran out of memory at the smallest micro batch.
 
     Args:
         num_micro_batches: continue with the next settings after this number of micro batches that
             ran; by default all are tried.
-        early_stopping: leave a branch after this number of trials without a new best of it. If
-            nothing has run in it so far, what was begun is tried to its smallest micro batch.
+        early_stopping: leave a branch after this number of trials without a new best in it. While
+            none ran in it, settings already begun are tried down to the smallest micro batch.
     """
 
     summary = "every configuration in order: every setting, every micro batch"
@@ -83,7 +83,7 @@ class GridSearch(Search):
         return self._begin(arms, progress)
 
     def _begin(self, arms: Arms, progress: Sequence[tuple[float | None, int]]) -> Decision:
-        """Begin the next settings of the branch that ran out of memory least often."""
+        """Begin the next settings, in the branch with the fewest settings that do not fit."""
         for number in sorted(range(len(progress)), key=lambda n: arms.branches[n].failures):
             _, since_best = progress[number]
             if since_best >= self._patience:
@@ -99,7 +99,7 @@ class GridSearch(Search):
         return arms.finish()
 
     def _next(self, arms: Arms, arm: Arm) -> int | None:
-        """Return the next position of an arm: up from the first one, then down from there."""
+        """Return an arm's next position, up from the first and then down from it; None if none."""
         ran = sum(each.outcome is not None and each.outcome.ok for each in arm.ours)
         if ran == self._num_micro_batches:
             return None
@@ -118,7 +118,7 @@ class GridSearch(Search):
         return max(0, bisect.bisect_right(self._sizes, max(1, int(largest))) - 1)
 
     def _progress(self, observations: Sequence[Observation]) -> list[tuple[float | None, int]]:
-        """Return the best value of each branch, and the number of trials since."""
+        """Return the best value in each branch, and the number of the search's trials since."""
         proposed: list[list[Observation]] = [[] for _ in self.problem.space.branches]
         for each in observations:
             if each.point is not None and each.arm is not None:
@@ -127,7 +127,7 @@ class GridSearch(Search):
 
 
 def _grid(micro_batches: Sequence[int]) -> Sequence[int]:
-    """Return the micro batches to try; from a range, powers of two times its step."""
+    """Return the micro batches to try; of a range, powers of two times its step, or its first."""
     if not isinstance(micro_batches, range) or not micro_batches:
         return micro_batches
     sizes = []

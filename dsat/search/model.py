@@ -29,16 +29,16 @@ from dsat.space.locate import Point
 
 
 class ModelSearch(Search):
-    """Try the most promising configuration, by models that every outcome corrects.
+    """Search for the largest expected gain per second, by models that every outcome corrects.
 
-    It begins with the first settings of each strategy, at about the largest micro batch that is
-    predicted to fit and to be worth its time. Each further proposal has the largest expected gain
-    over the best so far, weighted by its probability to run, per second that it takes. Running
-    trials count as measured, with their predicted times.
+    It begins with the first settings of each strategy without offloading, at the micro batch with
+    the best predicted speed and chance to fit. Each further proposal has the largest expected gain
+    over the best so far, times its probability to run, per second of the trial. Running trials
+    count as measured, with their predicted times.
 
     Args:
-        stop_when: end the search once every strategy without offloading was measured and no trial
-            is expected to gain more than this, as a fraction; 0 for never.
+        stop_when: end the search once every strategy without offloading ran or failed three times,
+            and each trial left takes too long or gains less than this fraction; 0 for never.
         early_stopping: end the search after this number of trials without a new best.
     """
 
@@ -64,7 +64,7 @@ class ModelSearch(Search):
         self._stop_when = stop_when
         self._patience = early_stopping
         self._configurations = Configurations.build(problem)
-        self._known: Predictions | None = None  # of the last decision
+        self._known: Predictions | None = None  # fitted at the last decision
 
     def propose(self, observations: Sequence[Observation], context: Context) -> Decision:
         stop = stop_without_new_best(self._patience, observations, self.problem.objective)

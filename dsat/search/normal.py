@@ -1,4 +1,4 @@
-"""The standard normal distribution over arrays, in log space, so the tails do not underflow."""
+"""Expected improvement of normal variables, in log space, so the tails do not underflow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[Any]  # of floats, or of whole numbers where they count or point
+Array = NDArray[Any]  # of floats; of integers for counts and positions
 
 _REACH = 30.0  # math.erfc is exact up to here; beyond, the exponent dominates
 _Z = np.linspace(-_REACH, 10.0, 8001)
@@ -18,7 +18,7 @@ _LOG_GAIN = np.log(_Z * _CDF + _PDF)
 
 
 def log_expected_gain(mean: Array, sd: Array) -> Array:
-    """Return the logarithm of E[max(0, x)] for a normal x: the expected improvement.
+    """Return log(E[max(0, x)]), the expected improvement, of normal x with this mean and sd.
 
     Jones, Schonlau and Welch, J. Global Optimization 13 (1998).
     """

@@ -1,4 +1,4 @@
-"""Predicted speed, memory and failures of all configurations, fitted to the trials."""
+"""Predicted speed and probability to run of all configurations, fitted to the trials."""
 
 from __future__ import annotations
 
@@ -24,19 +24,21 @@ from dsat.values.objective import Objective
 from dsat.values.outcome import Metrics, OutcomeKind
 
 Key = tuple[int, int]
-"""A choice of settings: a branch, and the number of the settings there."""
+"""Key of settings: the number of a branch, and the index of the settings in it."""
 
-_MOST_FITTED = 64  # measurements, to bound the time of a decision
+_MOST_FITTED = 64  # measurements; the limit bounds the time of a decision
 _GROUPS = COLUMNS.index("data_parallel")
 
 
 @dataclass
 class History:
-    """Trials of one choice of settings.
+    """Trials of one combination of settings.
 
     Attributes:
-        below: micro batch from which on nothing may be tried.
-        abandoned: whether it failed in a way that no other micro batch would avoid.
+        sizes: micro batches that were tried.
+        ran: the largest micro batch that ran; 0 if none did.
+        below: only smaller micro batches may be tried.
+        abandoned: whether no micro batch may be tried, after two timeouts or another kind of error.
     """
 
     sizes: set[int] = field(default_factory=set)
@@ -59,7 +61,7 @@ class History:
         return not self.abandoned and micro_batch < self.below and micro_batch not in self.sizes
 
     def admits_any(self, micro_batches: Sequence[int]) -> bool:
-        """Return whether any of some ascending micro batches may be tried."""
+        """Return whether any of the given micro batches, ascending, may be tried."""
         smaller = itertools.takewhile(lambda size: size < self.below, micro_batches)
         return not self.abandoned and any(size not in self.sizes for size in smaller)
 
@@ -83,7 +85,7 @@ class Configurations:
 
     @cached_property
     def sample_part(self) -> float:
-        """Fraction of the device's memory that a sample takes."""
+        """Fraction of the device's memory that the activations of a sample take."""
         profile = self.problem.profile
         return max(1, profile.activation_bytes_per_sample) / profile.slot_memory_bytes
 
@@ -101,7 +103,7 @@ class Configurations:
 
     @cached_property
     def _edges(self) -> dict[Key, float]:
-        """Cache of `edge`, for one decision: predictions of memory change from one to the next."""
+        """Cache of `edge` for one decision, because memory predictions change between decisions."""
         return {}
 
     def points(
@@ -112,12 +114,12 @@ class Configurations:
         gas: Array | None = None,
         is_alone: Any = True,
     ) -> Points:
-        """Return n configurations.
+        """Return n configurations as `Points`.
 
         Args:
             where: position of each configuration's settings in `keys`, (n,).
-            micro_batch: of each configuration, (n,).
-            gas: of each configuration, (n,); by default as the space decides.
+            micro_batch: micro batch of each configuration, (n,).
+            gas: accumulation steps of each, (n,); by default those of `Space.accumulation`.
             is_alone: whether no other trials ran at the same time, (n,).
         """
         rows = [self.settings.row(*key) for key in keys]
@@ -138,12 +140,12 @@ class Configurations:
         )
 
     def log_work(self, points: Points) -> Array:
-        """Return the logarithm of a rate plus that of its time, (n,); 0 for times."""
+        """Return log samples per step, so that log rate = this - log seconds; 0 for times."""
         work: Array = np.log(points.micro_batch * points.gas * points.work[:, _GROUPS])
         return np.zeros(len(work)) if self.problem.objective.smaller_is_better else work
 
     def octaves(self, points: Points) -> Array:
-        """Return log2 of the micro batches over the largest that should fit."""
+        """Return log2 of the ratio of the micro batches to the largest that should fit, (n,)."""
         edges = points.room / self.sample_part + points.micro_batch
         octaves: Array = np.log2(points.micro_batch) - np.log2(np.maximum(edges, 0.5))
         return octaves
@@ -154,13 +156,13 @@ class Predictions:
     """Predictions for all configurations.
 
     Attributes:
-        histories: past trials of each choice of settings.
-        num_measured: number of measurements.
-        measured: points of those that speeds were fitted to.
-        measured_points: the same in the form of the model of speed, as if each had run alone.
-        running: running trials in that form.
-        lacking: micro batches and accumulation steps from which on data are too few.
-        log_unit: logarithm of the seconds of one unit of `speed`; None before anything ran.
+        histories: past and running trials of each combination of settings.
+        num_measured: number of all measurements.
+        measured: points of the measurements that `speed` is fitted to.
+        measured_points: the same as `Points`, as if each had run alone.
+        running: running trials as `Points`.
+        lacking: pairs of micro batch and accumulation steps; data do not suffice from both on.
+        log_unit: log of the seconds that 0 means in `speed`; None before anything was measured.
     """
 
     configurations: Configurations
@@ -228,29 +230,29 @@ class Predictions:
         )
 
     def seconds(self, log_s: Array) -> Array | None:
-        """Return the seconds of predicted steps; None before anything was measured."""
+        """Convert predicted log times to seconds of a step; None before anything was measured."""
         return None if self.log_unit is None else np.exp(log_s + self.log_unit)
 
     def log_rate(self, points: Points) -> Array:
-        """Return predicted logarithms of the objective, (n,); larger is better."""
+        """Return the predicted log of the objective up to a constant, (n,); larger is better."""
         rates: Array = self.configurations.log_work(points) - self.speed.predict_mean(points)
         return rates
 
     @cached_property
     def measured_rates(self) -> Array:
-        """Logarithms of the rates that the model gives the measured configurations, (n,)."""
+        """Predicted `log_rate` of the measured configurations, (n,)."""
         return self.log_rate(self.measured_points)
 
     @cached_property
     def incumbent(self) -> tuple[Points, float] | None:
-        """The best configuration so far by the model, and the logarithm of its rate."""
+        """The measured configuration with the best `log_rate`, and that rate; None before any."""
         if not self.measured:
             return None
         best = int(np.argmax(self.measured_rates))
         return self.measured_points.only(np.array([best])), float(self.measured_rates[best])
 
     def best_settings(self, branch: int) -> Mapping[str, Any]:
-        """Return the best measured settings of a branch; of any, if it has none."""
+        """Return the best measured settings of a branch, else of any branch; empty if none."""
         if not self.measured:
             return {}
         rates = self.measured_rates.copy()
@@ -267,13 +269,13 @@ class Predictions:
         return [] if best is None else [float(best[0].micro_batch[0])]
 
     def is_closed(self, key: Key) -> bool:
-        """Return whether no micro batch may be tried with some settings."""
+        """Return whether past trials exclude every micro batch with these settings."""
         history = self.histories.get(key)
         sizes = self.configurations.problem.space.micro_batches
         return history is not None and not history.admits_any(sizes)
 
     def find_open(self, key: Key, sizes: Array) -> Array:
-        """Return which micro batches may be tried with some settings, (n,)."""
+        """Return which micro batches may be tried with the given settings, (n,)."""
         known, history = self.configurations, self.histories.get(key)
         most = math.inf if known.memory is None else known.edge(key)
         is_open: Array = sizes <= most
@@ -287,7 +289,7 @@ class Predictions:
         return is_open
 
     def log_runs(self, keys: Sequence[Key], where: Array, points: Points) -> Array:
-        """Return logarithms of the probability to run, (n,); `where` is as of `points`."""
+        """Return the log probability to run, (n,); `where` is as in `Configurations.points`."""
         known = self.configurations
         branches = np.array([branch for branch, _ in keys])
         fits = np.log(self.runs.fits(branches[where], known.octaves(points)))
@@ -309,7 +311,7 @@ class _Measured:
 
 
 def _select(measured: Sequence[_Measured], objective: Objective) -> Sequence[_Measured]:
-    """Return the measurements to fit: the best and the latest, in their order."""
+    """Return the measurements to fit: if there are too many, the best and the latest."""
     if len(measured) <= _MOST_FITTED:
         return measured
     half = _MOST_FITTED // 2
@@ -318,7 +320,7 @@ def _select(measured: Sequence[_Measured], objective: Objective) -> Sequence[_Me
 
 
 def _locate(known: Configurations, trials: Sequence[tuple[Point, Observation]]) -> Points:
-    """Return trials with their own batch sizes."""
+    """Return trials as `Points`, with their actual batch sizes and the settings of their points."""
     keys = [(point.branch, point.index) for point, _ in trials]
     return known.points(
         keys,

@@ -4,11 +4,11 @@
 
 The physical model (`dsat.search.step_time`) has a handful of learned factors. The residual is one
 Gaussian process over strategy, micro batch and settings: the more two configurations differ, the
-more their residuals may. Measurements of one configuration differ by their own intervals and by
-run-to-run variation. The sizes of residuals and noise are those that make the measurements most
-likely, so noise is not mistaken for a gain.
+more their residuals may differ. Measurements of one configuration differ by the error within a run
+and by run-to-run variation. The scales of residuals and noise are the most probable ones, given the
+measurements, so noise is not mistaken for a gain.
 
-Every fit is a Gauss-Newton fit to all measurements; it keeps no state.
+Every fit is a new Gauss-Newton fit to all given measurements.
 
 numpy only: the container of Determined's search runner has no SciPy.
 """
@@ -27,15 +27,15 @@ from dsat.search import step_time
 from dsat.search.normal import Array
 from dsat.search.step_time import FACTORS, Hardware, Terms
 
-# Of the residuals of a micro batch and one twice as large. Without it, the worst replay ends at
-# 96.5 % and not at 97.2 % (see `choice`).
+# Standard deviation of the difference of residuals if the micro batch doubles. Without it, the
+# worst replay ends at 96.5 % instead of 97.2 % (see `choice`).
 _OCTAVE_SD = 0.03
-RUN_SD = 0.01  # of measurements from run to run; its scale is learned
-# Of the logarithms of all scales, before any measurement: a factor of three. With a factor of two,
-# replays take 290 trials and not 256, and end 0.1 points lower.
+RUN_SD = 0.01  # standard deviation from run to run, before its scale is learned
+# Prior standard deviation of the logarithm of each scale: a factor of three. With a factor of two,
+# replays take 290 trials instead of 256, and end 0.1 points lower.
 _SCALE_SD = 1.2
-# Steps of Gauss-Newton at most; the length of a step, and what it gains (of twice the logarithm of
-# the likelihood), below which they end. Where one part of a step hides another, they go to and fro.
+# Gauss-Newton ends after this number of steps, or at a shorter step, or at a smaller gain in twice
+# the log posterior. Steps can oscillate where one part of an optimizer step hides another.
 _STEPS, _SETTLED, _LEAST_GAIN = 20, 0.01, 0.1
 
 
@@ -44,9 +44,10 @@ class Points:
     """Configurations, as arrays of one length n.
 
     Attributes:
-        micro_batch, gas: samples of a micro step and micro steps of a step.
-        room: memory that is predicted to be left, as a fraction of the device's.
-        traits: 1 for each value that a configuration has, of strategy and settings, (n, values).
+        work: counts of a step, (n, columns); see `step_time.work`.
+        micro_batch, gas: samples per micro step, and micro steps per optimizer step.
+        room: memory predicted to be free, as a fraction of the device's; negative if too large.
+        traits: 1 for each value of strategy and settings that a configuration has, (n, values).
     """
 
     work: Array
@@ -73,7 +74,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Scales:
-    """Learned scales, times the prior's standard deviations."""
+    """Learned factors on the prior's standard deviations."""
 
     residual: float = 1.0
     noise: float = 1.0
@@ -89,11 +90,11 @@ class Prior:
     """The model before any measurement.
 
     Attributes:
-        effects: standard deviation of the difference that each trait makes, (values,).
+        effects: standard deviation of the log difference that each trait makes, (values,).
         factors: mean and standard deviation of the logarithms of the learned factors.
-        level_sd: standard deviation of all residuals, which bounds differences. Ten times as much
+        level_sd: standard deviation of all residuals, which bounds differences. A tenfold value
             changes no replay by 0.1 points.
-        growth_sd: standard deviation of the change of a step per doubling of the micro batch.
+        growth_sd: standard deviation of the residual's slope per doubling of the micro batch.
             Without it, replays end 0.1 points lower.
     """
 
@@ -114,9 +115,9 @@ class Prior:
     def covariance(self, one: Points, other: Points, scales: Scales) -> Array:
         """Return the covariance of the residuals of n and m configurations, (n, m).
 
-        For small differences it is that of independent effects of all that differs.
+        For small differences, it is the one of independent effects of all differing traits.
         """
-        # Where two values differ, so do the traits of both, of which each counts half.
+        # If a setting differs, the traits of both values differ, so each counts half.
         weights = (scales.residual * self.effects) ** 2 / 2
         octaves, others = np.log2(one.micro_batch)[:, None], np.log2(other.micro_batch)
         distance = (one.traits @ weights)[:, None] + other.traits @ weights
@@ -138,7 +139,7 @@ class Prior:
 
 
 def linearize(terms: Terms, theta: Array) -> tuple[Array, Array]:
-    """Return logarithms of seconds, (n,), and their derivatives, (n, factors)."""
+    """Return log seconds, (n,), and their derivatives by the log factors `theta`, (n, factors)."""
     step = 1e-4
     thetas = np.column_stack((theta, theta[:, None] + step * np.eye(len(theta))))
     found = np.log(terms.seconds(thetas[:, :, None]))
@@ -147,11 +148,11 @@ def linearize(terms: Terms, theta: Array) -> tuple[Array, Array]:
 
 @dataclass(frozen=True)
 class Measurements:
-    """Measured configurations, of which some may be equal.
+    """Measurements of configurations, some of which may be equal.
 
     Attributes:
-        log_s: natural logarithms of their seconds, up to a constant, (n,).
-        error: standard errors of `log_s` by their own intervals, (n,).
+        log_s: natural logarithms of the seconds of a step, up to a common constant, (n,).
+        error: standard errors of `log_s` within each run, (n,).
     """
 
     prior: Prior
@@ -179,11 +180,12 @@ class Measurements:
 
 @dataclass(frozen=True)
 class Linear:
-    """The physical model of n measurements, linear in its factors.
+    """The physical model of n measurements, linearized in the logarithms of its factors.
 
     Attributes:
-        apart: measurements less predictions with `theta`, (n,).
-        slopes: derivatives of the logarithms by the factors, (n, factors).
+        theta: logarithms of the factors at which it is linearized.
+        apart: measured minus predicted log seconds at `theta`, (n,).
+        slopes: derivatives of the log seconds by `theta`, (n, factors).
     """
 
     theta: Array
@@ -191,24 +193,24 @@ class Linear:
     slopes: Array
 
     def apart_from(self, prior: Prior) -> Array:
-        """Return measurements less predictions with the prior's mean of the factors, (n,)."""
+        """Return measured minus predicted log seconds at the prior mean of the factors, (n,)."""
         apart: Array = self.apart + self.slopes @ (self.theta - prior.mean)
         return apart
 
     def covariance(self, prior: Prior) -> Array:
-        """Return the covariance that the prior of the factors causes, (n, n)."""
+        """Return the covariance due to the prior uncertainty of the factors, (n, n)."""
         covariance: Array = (self.slopes * prior.variance) @ self.slopes.T
         return covariance
 
 
 @dataclass(frozen=True)
 class Posterior:
-    """Seconds of configurations after n measurements.
+    """Distribution of the log seconds of any configuration after n measurements.
 
     Attributes:
-        slopes: derivatives of the logarithms by the physical model, (n, factors).
-        root: inverse of the Cholesky factor of the covariance, (n, n).
-        weights: solution for the prior's errors, (n,).
+        slopes: derivatives of the log seconds of the measurements by `theta`, (n, factors).
+        root: inverse of the Cholesky factor of the covariance of the measurements, (n, n).
+        weights: inverse of that covariance times the errors of the prior's predictions, (n,).
     """
 
     measured: Measurements
@@ -233,7 +235,7 @@ class Posterior:
 
     @property
     def noise(self) -> float:
-        """Standard deviation of a measurement, as a fraction."""
+        """Standard deviation of a typical measurement, as a fraction."""
         error = self.measured.error
         return math.hypot(self.run_sd, float(np.median(error)) if len(error) else 0.0)
 
@@ -247,7 +249,7 @@ class Posterior:
         """Predict the natural logarithm of the seconds.
 
         Args:
-            reference: position of one of them; the uncertainty is that of the difference to it.
+            reference: position of one point; if given, the deviation is that of differences to it.
 
         Returns:
             Mean and standard deviation, both (n,).
@@ -268,9 +270,9 @@ class Posterior:
         return mean, np.sqrt(np.maximum(variance, 1e-12))
 
     def _linearize(self, points: Points) -> tuple[Array, Array]:
-        """Return logarithms of seconds by the physical model, and their derivatives.
+        """Return log seconds by the physical model, and their derivatives by the log factors.
 
-        The logarithms are those of the likeliest factors, to which `theta` is near.
+        The log seconds are those for the likeliest factors, linearized at `theta`, which is near.
         """
         prior = self.measured.prior
         predicted, slopes = linearize(prior.terms(points), self.theta)
@@ -278,7 +280,7 @@ class Posterior:
         return predicted + slopes @ (likeliest - self.theta), slopes
 
     def beside(self, points: Points) -> Posterior:
-        """Return the posterior as if configurations had been measured as predicted."""
+        """Return the posterior as if these configurations had been measured as predicted."""
         known = self.measured
         both = Measurements(
             known.prior,
@@ -290,7 +292,7 @@ class Posterior:
 
 
 def fit(prior: Prior, points: Points, log_s: Array, error: Array) -> Posterior:
-    """Fit to measurements; see `Measurements`."""
+    """Fit the model to measurements; for the arguments see `Measurements`."""
     measured = Measurements(prior, points, log_s, error)
     theta, scales = prior.mean, Scales()
     if len(measured):
@@ -303,7 +305,7 @@ def fit(prior: Prior, points: Points, log_s: Array, error: Array) -> Posterior:
 
 
 def _find_scales(measured: Measurements, linear: Linear) -> Scales:
-    """Return the likeliest scales for given factors, by doubling and halving one at a time."""
+    """Return the likeliest scales, given the factors, by doubling or halving one at a time."""
     prior, scales = measured.prior, Scales()
     apart, shared = linear.apart_from(prior), linear.covariance(prior)
 
@@ -324,12 +326,12 @@ def _find_scales(measured: Measurements, linear: Linear) -> Scales:
 
 
 def _find_factors(measured: Measurements, theta: Array, scales: Scales) -> Linear:
-    """Return the likeliest factors for given scales, by Gauss-Newton with steps that improve."""
+    """Return the model at the likeliest factors, given the scales, by Gauss-Newton with halving."""
     prior = measured.prior
     root = np.linalg.inv(np.linalg.cholesky(measured.covariance(scales)))
 
     def evaluate(theta: Array) -> tuple[float, Linear, Array]:
-        """Return the sum to be minimized, the model there, and the step from there."""
+        """Return the sum to minimize, the model linearized at `theta`, and the next step."""
         linear = measured.linearize(theta)
         apart, from_prior = root @ linear.apart, (theta - prior.mean) / prior.variance
         towards = root @ linear.slopes

@@ -1,19 +1,19 @@
 """Physical model of the seconds of an optimizer step.
 
     kernels  = max(launches + stage 3's hooks, weights / memory bandwidth
-               + FLOPs / peak, those of a slot that is not full yet included)
+               + (FLOPs + those that fill the last wave of tiles) / reached FLOP/s)
     forward  = max(kernels / 3, gather)
     backward = max(2 / 3 kernels, reduce + gather) + the last bucket     with overlap_comm, else
-               their sum; stage 1 reduces in the last micro step only
-    boundary = optimizer bytes / memory bandwidth + communication after the backward pass
-               + the same on the host where the optimizer is offloaded
-    step     = (gas * (forward + backward + copies)) * (1 + slow-down near the edge of memory)
-               + boundary
+               their sum; stages 0 and 1 reduce in the last micro step only
+    boundary = optimizer bytes / memory bandwidth (of the host, where the optimizer is offloaded)
+               + communication and transfers after the last backward pass
+    step     = (gas * (forward + backward + copies + transfers to and from the host))
+               * (1 + slow-down near the memory limit) + boundary
 
-Every term is a count of FLOPs, bytes or launches, which follows from the model's profile and the
-DeepSpeed settings (`work`) or from a simulated step (`dsat.projecting`), divided by what the
-hardware does in a second (`Hardware`). A handful of factors (`FACTORS`) is learned from trials
-(`dsat.search.speed`); without any they are 1.
+Every term is a count of FLOPs, bytes or launches divided by a rate of the hardware (`Hardware`).
+Counts follow from the model's profile and the DeepSpeed settings (`work`), or from a simulated step
+(`dsat.projecting`). The factors on the terms (`FACTORS`) are learned from trials
+(`dsat.search.speed`); before any trial they are 1.
 
 numpy only: the container of Determined's search runner has no SciPy.
 """
@@ -37,27 +37,27 @@ from dsat.values.outcome import ModelProfile
 from dsat.values.parallelism import DATA_ONLY, Parallelism, of_settings
 from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy
 
-_HOP_S = 3.4e-6  # of NCCL's ring inside a host (NCCL, src/graph/tuning.cc)
+_HOP_S = 3.4e-6  # seconds of a hop of NCCL's Simple ring in a host (NCCL, src/graph/tuning.cc)
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Speed of one slot; by default a GPU of NVIDIA's DGX A100, by its data sheet.
+    """Speed of one slot; by default a GPU of NVIDIA's DGX A100.
 
     Only ratios matter once a trial has been measured.
 
     Attributes:
-        flops: FLOP/s that matrix products reach, half of the peak.
+        flops: FLOP/s that matrix products reach; by default half of the A100's peak.
         memory_bandwidth: bytes/s of the slot's memory.
-        link_bandwidth: bytes/s of a collective inside of a host.
+        link_bandwidth: bytes/s of a collective inside a host.
         network_bandwidth: bytes/s of a slot to other hosts.
-        protocols: of collectives, as of `dsat.search.collectives.Network`.
+        protocols: protocols of collectives, as in `Card`.
         pcie_bandwidth: bytes/s between the slot and its host.
-        host_memory_bandwidth: bytes/s of the host's memory, for each slot.
+        host_memory_bandwidth: bytes/s of the host's memory, per slot.
         launch_s: seconds that the host takes to launch the kernels of a micro step.
-        latency_s: unit of the latencies of collectives.
-        filling: rows of matrix products whose time a micro step takes in addition, because the last
-            wave of tiles is not full.
+        latency_s: unit of the latencies of collectives, in seconds.
+        filling: rows of matrix products that a micro step takes in addition, because the last wave
+            of tiles is not full.
         edge: fraction by which micro steps slow down when no memory is left.
     """
 
@@ -74,7 +74,7 @@ class Hardware:
     edge: float = 0.05
 
 
-# A processor core in fp32, and shared memory in the place of links.
+# A CPU core in fp32, with shared memory instead of links.
 CPU_CORE = Hardware(
     flops=7e10,
     memory_bandwidth=3e9,
@@ -94,12 +94,13 @@ class Job:
     """A model and the slots that train it.
 
     Attributes:
-        param_bytes: of one in the forward pass.
-        flops_per_sample: of a forward and a backward pass.
-        parallelism: by the user's own configuration.
+        params, trainable: numbers of all and of the trainable parameters.
+        param_bytes: bytes of a parameter in the forward pass.
+        flops_per_sample: FLOPs of a forward and a backward pass, without recomputation.
+        parallelism: parallelism of the user's own configuration.
         slots_per_host: devices per host if there are several hosts; else 0.
-        hardware: of each slot, as far as it is known.
-        hidden_size: by which a Trainer replaces "auto" sizes; None if it is not known.
+        hardware: speed of each slot.
+        hidden_size: size from which a Trainer computes "auto" sizes; None if unknown.
     """
 
     params: float
@@ -123,7 +124,7 @@ class Job:
         )
 
     def divided(self, shared: Parallelism) -> Job:
-        """Return one rank's share under tensor parallelism; `slots` becomes the ZeRO group size."""
+        """Return one rank's share of parameters and FLOPs; `slots` becomes the ZeRO group size."""
         return replace(
             self,
             params=self.params / shared.tensor,
@@ -135,7 +136,7 @@ class Job:
 
     @classmethod
     def of_profile(cls, profile: ModelProfile, *, slots: int, slots_per_host: int = 0) -> Job:
-        """Return the job of a profiled model; without a device, on processor cores."""
+        """Return the job of a profiled model on its card, on the default GPU, or on `CPU_CORE`."""
         card = cards.of_device(profile.device_name)
         if card is not None:
             hardware = hardware_of(card, profile.param_bytes)
@@ -155,7 +156,7 @@ class Job:
 
 
 def hardware_of(card: Card, itemsize: int) -> Hardware:
-    """Return the speed of a card in a usual host, with elements of this many bytes."""
+    """Return the speed of a card in a usual host, for elements of `itemsize` bytes."""
     return Hardware(
         flops=card.peak(itemsize) * card.matmul,
         memory_bandwidth=card.memory_bandwidth * cards.MEMORY_PART,
@@ -168,56 +169,56 @@ def hardware_of(card: Card, itemsize: int) -> Hardware:
 
 # Columns of `work`.
 COLUMNS = (
-    "flops",  # of a sample
-    "rows",  # of matrix products, of a sample
-    "forward",  # part of the kernels' time that the forward pass takes
-    "weights",  # bytes that a micro step reads and writes whatever its samples
+    "flops",  # per sample
+    "rows",  # rows of matrix products, per sample
+    "forward",  # fraction of the kernels' time in the forward pass
+    "weights",  # bytes that a micro step reads and writes, regardless of its samples
     "copies",  # bytes of gradients that a micro step copies
-    "launches",  # of a micro step, in units of the hardware's
-    "hooks",  # of stage 3, in the same units
-    "reduced",  # seconds of links, of a micro step
-    "reduced_last",  # seconds of links, of the last micro step alone
-    "reductions",  # number of collectives of it
-    "waited",  # seconds of links that kernels wait for, of a micro step
-    "gathered",  # seconds of links, in each of the two passes
-    "gathers",  # number of collectives of it
-    "boundary",  # seconds of links after the backward pass
-    "boundaries",  # number of collectives of it
-    "optimizer",  # bytes, with copies at the boundary
-    "groups",  # launches of the optimizer
-    "transferred",  # bytes between slot and host, of a micro step
-    "transferred_last",  # the same of the boundary
+    "launches",  # launches of a micro step, in units of `Hardware.launch_s`
+    "hooks",  # hooks of stage 3, in the same unit
+    "reduced",  # seconds of overlapped reductions of a micro step before the last
+    "reduced_last",  # the same for the last micro step if it is more; else 0
+    "reductions",  # number of overlapped reductions in the last micro step
+    "waited",  # seconds of collectives that kernels wait for, per micro step
+    "gathered",  # seconds of overlapped gathers in each of the two passes, without latency
+    "gathers",  # their latency, in units of `Hardware.latency_s`
+    "boundary",  # seconds of links at the boundary, and the last micro step's excess of `waited`
+    "boundaries",  # latency of collectives at the boundary, in the same unit
+    "optimizer",  # bytes of the optimizer, with copies at the boundary
+    "groups",  # groups of parameters that the optimizer updates one by one
+    "transferred",  # bytes between slot and host, per micro step
+    "transferred_last",  # bytes between slot and host at the boundary
     "host_optimizer",  # bytes of the host's memory
-    "data_parallel",  # groups of slots that have samples of their own
+    "data_parallel",  # data-parallel size
 )
 
 # Learned factors, with mean and standard deviation of their logarithms before any measurement.
 # Apart from the hardware's speed, counted times are right within a factor of about two.
 FACTORS: Mapping[str, tuple[float, float]] = {
-    "compute": (0.0, 5.0),  # on all times: what hardware it is
-    "overhead": (0.0, 1.0),  # on what a micro step takes whatever its samples
+    "compute": (0.0, 5.0),  # on all times: the speed of the hardware
+    "overhead": (0.0, 1.0),  # on the time of a micro step that does not depend on its samples
     "link": (0.0, 0.7),  # on collectives
-    "host": (0.0, 0.7),  # on the optimizer, and on what passes between slot and host
-    "edge": (0.0, 0.7),  # on the slow-down where memory ends
+    "host": (0.0, 0.7),  # on the optimizer, and on transfers between slot and host
+    "edge": (0.0, 0.7),  # on the slow-down near the memory limit
 }
 
-_ADAM_BYTES = 30  # that Adam reads and writes for each parameter in mixed precision
-_TILE = 8  # rows of a matrix product that tensor cores take at once
-_HOOKS = 0.2  # of a micro step's launches
-_NEAR_THE_EDGE = 0.06  # of the memory: with less left, the allocator frees and allocates anew
-_SMOOTH = 0.01  # of a maximum
-_NVME_TIMES = 5.0  # as long as over PCIe
-GROUP_LAUNCHES = 0.04  # of a micro step's launches
+_ADAM_BYTES = 30  # bytes that Adam reads and writes per parameter in mixed precision
+_TILE = 8  # rows of a matrix product that tensor cores process at once
+_HOOKS = 0.2  # time of stage 3's hooks, as a fraction of a micro step's launches
+_NEAR_THE_EDGE = 0.06  # fraction of free memory below which the allocator frees and reallocates
+_SMOOTH = 0.01  # smoothness of a maximum
+_NVME_TIMES = 5.0  # time of a transfer to NVMe over that of PCIe
+GROUP_LAUNCHES = 0.04  # launches of an optimizer group, as a fraction of a micro step's
 
 
 def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
-    """Count what a slot does with a configuration, (number of columns,).
+    """Count the work of a slot in a step with a configuration, (number of columns,).
 
-    What tensor and sequence parallelism pass among slots is not counted: it is learned from trials.
+    Communication of tensor and sequence parallelism is not counted, but learned from trials.
 
     Args:
-        settings: by their names in a proposal; DeepSpeed's defaults for missing ones, and a
-            Trainer's values for "auto".
+        settings: flat settings of a proposal; missing ones have DeepSpeed's defaults, and "auto"
+            means a Trainer's value.
     """
     found = dict.fromkeys(COLUMNS, 0.0)
     shared = of_settings(settings, job.parallelism)
@@ -245,7 +246,7 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
         hpz=(get(HPZ) or 1) if job.slots_per_host else 1,
     )
     found |= collectives.columns(listed, job.network, job.hardware.latency_s)
-    # What is reduced is copied to its place, and what is gathered at the end from there.
+    # Reduced gradients are copied into their partitions, and gathered parameters out of buffers.
     if stage == 1:
         found["optimizer"] += 4 * gradient_bytes
     elif stage > 1:
@@ -259,12 +260,12 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
 
 
 def acts_on_whole_step(setting: str) -> bool:
-    """Return whether a setting changes computation too, in ways that no term here describes."""
+    """Return whether a setting is a switch of the script whose effect no term here describes."""
     return is_switch(setting) and setting != CHECKPOINTING
 
 
 def _recomputed(checkpointing: Any) -> float:
-    """Return the factor of FLOPs: one more forward pass, of all layers or of every second."""
+    """Return the factor on FLOPs, since checkpointing repeats all or half of the forward pass."""
     if checkpointing == EVERY_SECOND:
         return 7 / 6
     return 1.0 if checkpointing in (None, False) else 4 / 3
@@ -273,7 +274,7 @@ def _recomputed(checkpointing: Any) -> float:
 def _add_offloading(
     found: dict[str, float], strategy: Strategy, sharded: float, gradient_bytes: float, job: Job
 ) -> None:
-    """Move the optimizer's work to the host, and add the transfers between host and device."""
+    """Move the optimizer's work to the host if offloaded, and add the transfers to and from it."""
     slow = _NVME_TIMES if NVME in (strategy.offload_optimizer, strategy.offload_param) else 1.0
     if strategy.offload_optimizer != NONE:
         found["host_optimizer"] = slow * _ADAM_BYTES * sharded
@@ -285,12 +286,12 @@ def _add_offloading(
 
 
 class Terms:
-    """Parts of n optimizer steps in seconds, with factors of 1, (n,) each.
+    """Parts of n optimizer steps in seconds, before learned factors, (n,) each.
 
     Args:
-        work: of each, (n, columns); see the function `work`.
-        micro_batch, gas: samples of a micro step and micro steps of a step, (n,).
-        room: memory that is predicted to be left, as a fraction, (n,).
+        work: work of each step, (n, columns); see the function `work`.
+        micro_batch, gas: samples per micro step, and micro steps per step, (n,).
+        room: memory predicted to be free, as a fraction, (n,).
     """
 
     def __init__(
@@ -298,22 +299,22 @@ class Terms:
     ) -> None:
         w = dict(zip(COLUMNS, np.ascontiguousarray(work.T), strict=True))
         hop_s, pcie, memory = hardware.latency_s, hardware.pcie_bandwidth, hardware.memory_bandwidth
-        # Kernels of a micro step: what grows with its samples, and what does not.
+        # Kernels of a micro step: time that grows with its samples, and time that does not.
         rows = np.ceil(w["rows"] * micro_batch / _TILE) * _TILE
         row_s = w["flops"] / hardware.flops / w["rows"]
         self._samples = row_s * rows
         self._besides = row_s * hardware.filling + w["weights"] / memory
         self._launched = hardware.launch_s * (w["launches"] + w["hooks"])
         self._forward = w["forward"]
-        # Communication beside the kernels: stage 3's gathers in each of the two passes, and the
-        # backward pass of each micro step and of the last one.
+        # Communication beside the kernels: stage 3's gathers in each of the two passes, and that of
+        # the backward pass in each micro step before the last, and in the last.
         latency = hop_s * w["reductions"]
         reduced, last = (w[n] + latency * (w[n] > 0) for n in ("reduced", "reduced_last"))
         self._gathered = w["gathered"] + hop_s * w["gathers"]
         self._reduced = reduced + self._gathered
         self._last = np.where(w["reduced_last"] > 0, last, self._reduced)
         self._unhidden = 1 / np.maximum(1.0, w["reductions"])  # part that comes after the pass
-        # What kernels wait for: copies, links, and the host.
+        # Times that kernels wait for: copies, links, and the host.
         self._copied = w["copies"] / memory
         self._waited = w["waited"]
         self._transferred = w["transferred"] / pcie
@@ -329,8 +330,8 @@ class Terms:
         """Predict the seconds of the steps, (n,) or (m, n).
 
         Args:
-            theta: logarithms of the learned factors, (number of factors,), or of several such,
-                which give several times, (number of factors, m, 1).
+            theta: logarithms of the learned factors, (number of factors,); or of m sets of factors,
+                (number of factors, m, 1), for m predictions.
         """
         factor = dict(zip(FACTORS, np.exp(np.clip(theta, -30.0, 30.0)), strict=True))
         overhead, link, host = factor["overhead"], factor["link"], factor["host"]

@@ -1,7 +1,7 @@
-"""Linear algebra in one thread.
+"""Limit of BLAS to one thread.
 
-The matrices of a search are so small that BLAS threads mostly wait for each other, and waiting
-threads keep busy the cores on which trials are measured.
+The matrices of a search are so small that BLAS threads mostly wait for each other. Threads that
+wait actively occupy the cores on which trials are measured.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy  # noqa: F401  (whose BLAS the libraries are searched for)
+import numpy  # noqa: F401  (loads the BLAS that ThreadpoolController finds)
 
 try:
     from threadpoolctl import ThreadpoolController
@@ -20,12 +20,12 @@ except ImportError:  # in the container of a cluster's search runner, where no t
 else:
     _libraries = ThreadpoolController()
 
-_one_at_a_time = threading.RLock()  # the limit is the whole process's
+_one_at_a_time = threading.RLock()  # the limit applies to the whole process
 
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit linear algebra to the calling thread."""
+    """Limit the BLAS of this process to one thread; without threadpoolctl, do nothing."""
     with _one_at_a_time, contextlib.ExitStack() as stack:
         if _libraries is not None:
             stack.enter_context(_libraries.limit(limits=1, user_api="blas"))

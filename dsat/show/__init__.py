@@ -1,1 +1,1 @@
-"""The view of a run, and its layouts: terminal, report, exports and result files."""
+"""The view of a run, and its output: terminal, report, exports and result files."""

@@ -13,11 +13,11 @@ from dsat.values.trial import Trial
 from dsat.values.zero_strategy import of_config
 
 _BUCKET = "reduce_bucket_size"
-_LARGE_BUCKET = 1 / 16  # of a device's memory, as in searches
+_LARGE_BUCKET = 1 / 16  # of a device's memory, as in dsat.run.strategies
 
 
 def blame_bucket(run: Run, trial: Trial) -> str:
-    """Return what DeepSpeed's default bucket takes of a device's memory; empty if it is little."""
+    """Return a clause on the memory of DeepSpeed's default bucket; empty if small or unused."""
     config, profile = run.plan.config(trial.overrides), run.profile
     zero = config.get("zero_optimization") or {}
     if profile is None or of_config(config).stage == 0 or zero.get(_BUCKET) is not None:
@@ -33,7 +33,7 @@ def blame_bucket(run: Run, trial: Trial) -> str:
 
 
 def advise_batch(run: Run) -> list[str]:
-    """Explain why the micro batch was not searched, and how to change that."""
+    """Explain why the micro batch was not searched and how to change that; empty if it was."""
     plan = run.plan
     own = plan.own_batch
     fixed = next((each for each in run.outcomes.values() if each.fixed_batch), None)
@@ -114,7 +114,7 @@ def _scale_schedule(run: Run, ratio: float) -> list[str]:
 
 
 def advise_script(run: Run, best: Trial) -> list[str]:
-    """Return how to set the script's switches for the best configuration."""
+    """Return how to set the script's switches and flag for the best configuration."""
     own, found = own_switches(run), {} if run.profile is None else run.profile.switches
     warnings = run.outcomes[best.id].warnings
     in_arguments = any(switch.in_arguments for switch in found.values())
@@ -139,7 +139,7 @@ def advise_script(run: Run, best: Trial) -> list[str]:
 
 
 def advise_saving(run: Run, best: Trial) -> list[str]:
-    """Return how to save a model of stage 3, if the user's own stage is another."""
+    """Return how to save a model in stage 3, if the user's own stage differs."""
     if best.stage != 3 or of_config(run.plan.base_config).stage == 3:
         return []
     return [

@@ -20,9 +20,9 @@ from dsat.values.trial import Trial
 from dsat.values.zero_strategy import of_config
 
 _NOISY = 0.2  # half-width of the 95 % interval of one measurement
-_DRIFTED = 1.2  # ratio of the user's own speeds; run-to-run variation is at most half of that
-_UNSURE = 2.0  # upper by lower end of the gain's interval
-_LONGER, _ERRORS = 1.2, 3.0  # samples, and standard errors, from which on lengths differ
+_DRIFTED = 1.2  # ratio of the user's own speeds; run-to-run variation is at most half as large
+_UNSURE = 2.0  # ratio of the ends of the gain's interval
+_LONGER, _ERRORS = 1.2, 3.0  # differing lengths: a factor, and standard errors
 _QUIETER = "End other programs on the machine, or measure longer (--max-measured-steps)."
 
 
@@ -30,8 +30,8 @@ def find_caveats(run: Run, best: Trial, outcome: Outcome, found: Gain | None) ->
     """Yield the warnings.
 
     Args:
-        outcome: its median outcome.
-        found: the gain of the finals, if they are over.
+        outcome: median outcome of `best`.
+        found: the gain that the finals measured; None until they are over.
     """
     yield from _warn_of_faults(run, best)
     yield from _name_excluded(run)
@@ -59,7 +59,7 @@ def trains_wrongly(run: Run) -> bool:
 
 
 def _warn_of_faults(run: Run, best: Trial) -> Iterator[str]:
-    """Warn of known faults of DeepSpeed that affect the recommendation."""
+    """Warn of known faults of DeepSpeed that give the best wrong gradients or slow steps."""
     version, training = run.deepspeed_version, training_of(run.plan, best)
     for fault in hazards.find(version, training, hazards.GRADIENTS, hazards.SLOW):
         yield f"{fault.describe(version or '')}."
@@ -120,7 +120,7 @@ def _warn_of_drift(run: Run) -> Iterator[str]:
 
 
 def _warn_of_steps(run: Run) -> Iterator[str]:
-    """Warn if measured steps included other work than training."""
+    """Warn if long steps of the training were left out, or if shares of evaluation differ."""
     other = run.leader if run.best is run.baseline else run.best
     ended = (run.outcomes.get(each.id) if each else None for each in (run.baseline, other))
     curves = (None if outcome is None else outcome.training for outcome in ended)
@@ -145,7 +145,7 @@ def _warn_of_steps(run: Run) -> Iterator[str]:
 
 
 def _warn_of_samples(run: Run, best: Outcome) -> Iterator[str]:
-    """Warn about how samples were counted, in the best and in the user's own."""
+    """Warn about the count of samples in the best and in the user's own configuration."""
     own = None if run.baseline is None else run.outcomes.get(run.baseline.id)
     for text in dict.fromkeys([*best.warnings, *(() if own is None else own.warnings)]):
         if batches.is_about(text):
@@ -153,7 +153,7 @@ def _warn_of_samples(run: Run, best: Outcome) -> Iterator[str]:
 
 
 def _warn_of_lengths(run: Run, best: Trial) -> Iterator[str]:
-    """Warn if the compared configurations were fed samples of different lengths."""
+    """Warn if the compared configurations got samples of different lengths."""
     finals, own, compared = run.finals, run.baseline, best
     if best is own and finals is not None and finals.pick is not None:
         compared = run.trials[finals.pick.trial_id]
@@ -176,7 +176,7 @@ def _warn_of_lengths(run: Run, best: Trial) -> Iterator[str]:
 
 
 def _tokens_per_sample(outcome: Outcome | None) -> tuple[float, float]:
-    """Return the mean, and its relative standard error; infinite if unknown."""
+    """Return the mean and its relative standard error, which is infinite if unknown."""
     metrics = None if outcome is None else outcome.metrics
     facts = None if outcome is None or outcome.training is None else outcome.training.facts
     if metrics is None or facts is None or facts.tokens_error is None:
@@ -185,7 +185,7 @@ def _tokens_per_sample(outcome: Outcome | None) -> tuple[float, float]:
 
 
 def _warn_of_optimizer(run: Run, best: Trial) -> Iterator[str]:
-    """Warn if the optimizer may compute other updates than in the user's stage."""
+    """Warn if the optimizer may compute different updates than in the user's stage."""
     own = of_config(run.plan.base_config).stage
     if run.profile is None or run.profile.optimizer.by_element or bool(own) == bool(best.stage):
         return

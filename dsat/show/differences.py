@@ -16,7 +16,7 @@ from dsat.values.trial import Trial
 
 STAGE = "zero_optimization.stage"
 TRAIN_BATCH, MICRO_BATCH, GAS = BATCH_KEYS
-# In the order in which they are shown, before all others.
+# Settings that are shown before all others, in this order.
 _NAMES = {
     STAGE: "ZeRO stage",
     MICRO_BATCH: "micro batch",
@@ -35,9 +35,9 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting with the user's value and the trial's; None where it is not set.
+    """A setting with the user's value and the trial's; a value is None if it is not set.
 
-    `key` is its dotted path, and `default` DeepSpeed's value if it is not set; None if unknown.
+    `key` is a dotted path or a switch's name; `default` is DeepSpeed's default, None if unknown.
     """
 
     key: str
@@ -55,7 +55,7 @@ class Difference:
 
     @property
     def reason(self) -> str:
-        """Why the setting matters, in words; empty if unknown."""
+        """Why the setting matters; empty if unknown."""
         return _REASONS.get(self.key, "")
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Difference:
 def differences(plan: Plan, trial: Trial, switches: Mapping[str, Any]) -> list[Difference]:
     """Return the differences, stage and batch sizes first, without secrets.
 
-    A setting that is not set equals one with DeepSpeed's default.
+    A setting that is not set counts as DeepSpeed's default.
     """
     own = _settings({**plan.config(plan.own_batch.config()), **switches})
     its = _settings({**plan.config(trial.overrides), **switches, **trial.script_args})

@@ -1,4 +1,4 @@
-"""Exports of a run to other tools, each imported only when it is used."""
+"""Exports of a run to other tools, which are imported only when they are used."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _DATABASES = ("mlflow", "optuna", "sqlalchemy")  # packages whose errors are tho
 def rows(view: RunView) -> list[dict[str, Any]]:
     """Return a flat row of text, numbers and None for each trial.
 
-    Settings are `config.KEY`, measurements `metrics.KEY`.
+    Settings are `config.KEY`, switches `script.KEY`, measurements `metrics.KEY`.
     """
     found = []
     for each in view.trials:
@@ -54,7 +54,7 @@ def to_csv(view: RunView, output: Path, name: str) -> None:
 
 
 def to_parquet(view: RunView, output: Path, name: str) -> None:
-    """Write the same table by columns; settings with several types of values become text."""
+    """Write the table of `to_csv` by columns; those with values of several types become text."""
     import pyarrow
     import pyarrow.parquet
 
@@ -69,7 +69,7 @@ def to_parquet(view: RunView, output: Path, name: str) -> None:
 def to_optuna(view: RunView, output: Path, name: str) -> None:
     """Write one study into a SQLite storage.
 
-    Trials that did not run are failed trials. Parameters are the settings that a strategy has.
+    Trials without a value are failed trials. Parameters are the strategy and settings of a trial.
     """
     import optuna
 
@@ -106,7 +106,7 @@ def to_optuna(view: RunView, output: Path, name: str) -> None:
 
 
 def to_mlflow(view: RunView, output: Path, name: str) -> None:
-    """Write a tracking store in SQLite with one experiment, a run of MLflow's for each trial."""
+    """Write a tracking store in SQLite: one experiment with an MLflow run for each trial."""
     from mlflow.entities import Metric, Param, RunTag
     from mlflow.tracking import MlflowClient
 
@@ -144,7 +144,7 @@ def to_mlflow(view: RunView, output: Path, name: str) -> None:
 def to_tensorboard(view: RunView, output: Path, name: str) -> None:
     """Write a folder of event files, a run for each trial.
 
-    It has the trial's settings (the HPARAMS tab) and the times of its steps.
+    A run has the trial's settings (the HPARAMS tab) and the times of its steps.
     """
     from torch.utils.tensorboard import SummaryWriter
 
@@ -186,8 +186,8 @@ def export(view: RunView, to: str, output: Path, name: str) -> None:
         name: name of the study or experiment.
 
     Raises:
-        UserInputError: `output` exists, or the tool is not installed.
-        DsatError: a database cannot be written, as on a full disk.
+        UserInputError: `output` exists, its folder does not, or the tool is not installed.
+        DsatError: a database cannot be written, such as on a full disk.
         OSError: a file cannot be written.
     """
     exporter = EXPORTERS[to]
@@ -213,7 +213,7 @@ def export(view: RunView, to: str, output: Path, name: str) -> None:
 
 
 def _list_compared(view: RunView) -> Iterator[tuple[TrialView, Outcome]]:
-    """Yield finished trials except the profile, whose speed is not comparable."""
+    """Yield ended trials in order, except the profile, whose speed is not comparable."""
     for each in sorted(view.ended, key=lambda each: each.ended_s or 0.0):
         if each.trial.kind is not TrialKind.PROFILE and each.outcome is not None:
             yield each, each.outcome
@@ -236,7 +236,7 @@ def _decision(view: RunView) -> dict[str, Any]:
 
 
 def _params(each: TrialView) -> dict[str, Any]:
-    """Return the settings of a trial without the global batch, which follows from them."""
+    """Return strategy and settings of a trial, without the redundant global batch."""
     batch = each.trial.batch.config()
     found = {
         key.removeprefix("zero_optimization."): _plain(batch.get(key, value))
@@ -247,7 +247,7 @@ def _params(each: TrialView) -> dict[str, Any]:
 
 
 def _distributions(view: RunView) -> dict[str, optuna.distributions.BaseDistribution]:
-    """Return the distribution of each setting: a range for batch sizes, else tried values."""
+    """Return the distribution of each parameter: a range for batch sizes, else tried values."""
     from optuna.distributions import CategoricalDistribution, IntDistribution
 
     values: dict[str, list[Any]] = {}

@@ -22,7 +22,7 @@ _LAST_TRIALS = 12
 
 
 class LiveView(Observer):
-    """Prints lines, and on a terminal also a table of running trials.
+    """Prints lines, and on a terminal also a table of the latest trials.
 
     The stream is standard error by default, because standard output is for results.
     """
@@ -58,7 +58,7 @@ class LiveView(Observer):
             self._console.print(Text(line), soft_wrap=True)
 
     def show(self, heading: str, table: Table) -> None:
-        """Show a table that is not complete yet, on a terminal; it vanishes at the end."""
+        """Show an incomplete table on a terminal; it disappears at the end."""
         if self._live is not None:
             self._live.transient = True
             shown = terminal.rich_table(table, self._console.width)
@@ -73,7 +73,7 @@ class LiveView(Observer):
         if (cells, lines) == self._shown:
             return
         self._shown = cells, lines
-        bar = RichTable.grid()  # a bar by itself does not end its line
+        bar = RichTable.grid()  # a bar alone does not end its line
         bar.add_row(ProgressBar(total=run.most_trials, completed=len(view.ended), width=60))
         table = terminal.rich_table(
             Table(("trial", "result"), cells, names=("trial",)), self._console.width
@@ -81,12 +81,12 @@ class LiveView(Observer):
         self._live.update(Group(table, bar, *map(Text, lines)), refresh=True)
 
     def _result_of(self, each: TrialView) -> str:
-        """Return how a trial ended, or what it does."""
+        """Return how a trial ended, or what it is doing."""
         folder = self._trials / each.trial.name
         return each.result if each.outcome else progress.describe_activity(folder)
 
     def _view_of(self, run: Run) -> RunView:
-        """Return the view of a run, built only after a trial began or ended."""
+        """Return the view of a run, rebuilt only after a trial began or ended."""
         state = len(run.trials), len(run.outcomes)
         if self._view is None or state != self._built_at:
             self._view, self._built_at = RunView.build(run), state

@@ -33,13 +33,13 @@ class Narrator(Observer):
         self._warned: set[str] = set()
 
     def started(self, run: Run, trial: Trial) -> None:
-        """Announce the profile, which may take minutes."""
+        """Log that a trial profiles the model, which may take minutes."""
         if trial.profiles:
             text = f"trial {trial.name}: counting parameters, FLOPs and activations"
             self._say(Kind.TRIAL, text)
 
     def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
-        """Log new warnings, then the result; of a profile trial, facts about the model."""
+        """Log new warnings, facts about a profiled model, the result, and a new batch flag."""
         new = [text for text in dict.fromkeys(outcome.warnings) if text not in self._warned]
         self._warned.update(new)
         for text in new:
@@ -55,7 +55,7 @@ class Narrator(Observer):
             self._say(Kind.RUN, f"note: {flag} follows the micro batch from now on")
 
     def began(self, run: Run, forecast: Forecast | None) -> None:
-        """Log the memory that each strategy needs."""
+        """Log the memory that each strategy needs, or that predictions are disabled."""
         if forecast is not None:
             for text in forecast.describe():
                 self._say(Kind.RUN, text)
@@ -79,7 +79,7 @@ def _describe_trial(run: Run, trial: Trial, outcome: Outcome) -> str:
         predicted, used = f"{fmt.memory(trial.predicted_bytes)} predicted", used_bytes(run, outcome)
         parts.append(predicted if used is None else f"{fmt.memory(used)} used of {predicted}")
     parts.append(f"took {fmt.duration(outcome.duration_s)}")
-    # While the finals run, the best is what the pairs so far say, back and forth.
+    # During finals, the best changes back and forth with each pair, so it is not shown.
     best = ""
     if run.best is not None and trial.kind is not TrialKind.FINAL:
         best = f"; best {run.best.name}"

@@ -41,8 +41,8 @@ def longest_sequence(run: Run) -> tuple[int, str] | None:
 def memory_warning(run: Run) -> list[str]:
     """Return a sentence if the best configuration may not fit at the longest sequence.
 
-    Activations grow with the length as with the micro batch, whose bytes per sample the memory
-    model knows. (Attention that keeps its scores needs more.)
+    The memory model scales activations with the length as with the micro batch. Attention that
+    stores its scores needs more.
     """
     best, outcome, profile = run.best, run.best_outcome, run.profile
     expected = longest_sequence(run)

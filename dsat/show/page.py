@@ -1,7 +1,7 @@
-"""`report.html`: the results of a run in one file that opens anywhere without a network.
+"""`report.html`: the results of a run in one file that works offline; and `dsat watch`'s page.
 
-Plots need vl-convert (`pip install vl-convert-python`), which holds Vega as one script; without it
-the page has the same texts and tables.
+Plots need vl-convert (`pip install vl-convert-python`), which bundles Vega as one script; without
+it the page has only texts and tables.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _VEGA_LITE = "6.1"
 
 
 def write_page(view: RunView, folder: Path, train_line: str) -> None:
-    """Write the page into a run's folder, with the command that trains the best configuration."""
+    """Write the page into a run's folder; `train_line` trains with the best configuration."""
     text = _render("page.html", watch="", **_parts(view, TRIALS_FOLDER, train_line))
     write_atomically(folder / PAGE_FILE, text)
 
 
 def watch_html(view: RunView, folder: str) -> str:
-    """Return the page of `dsat watch`, which fetches `watch_parts`."""
+    """Return the page of `dsat watch`, whose script fetches the result of `watch_parts`."""
     script = _template("watch.js")
     return _render("page.html", view=view, folder=folder, watch=script, plots=[])
 
 
 def watch_parts(view: RunView, train_line: str) -> dict[str, Any]:
-    """Return the report without its page: `html`, and the `specs` of its plots."""
+    """Return the parts of a report: `html` of its body, and `specs` of its plots."""
     if not view.trials:
         return {"html": "<p>No trial has begun.</p>", "specs": []}
     values = _parts(view, "", train_line)
@@ -47,7 +47,7 @@ def watch_parts(view: RunView, train_line: str) -> dict[str, Any]:
 
 
 def _render(which: str, /, **values: Any) -> str:
-    """Render a template with values, style and Vega."""
+    """Render a template with values, style, script and Vega."""
     common = {"css": _template("page.css"), "script": _template("page.js"), "vega": _vega()}
     text: str = _environment().get_template(which).render({**common, **values})
     return text
@@ -72,7 +72,7 @@ def _environment() -> Any:
 def _parts(view: RunView, folders: str, train_line: str) -> dict[str, Any]:
     """Return the values of the page's templates.
 
-    `folders` is the place of trials' folders relative to the page, empty for no links to them.
+    `folders` is the path of the trials' folders, relative to the page; if empty, no links are made.
     """
     best = view.best and view.best.trial
     return {
@@ -92,9 +92,9 @@ def _vega() -> str:
     """Return Vega, Vega-Lite and vega-embed as one script; empty without vl-convert."""
     try:
         import vl_convert
-    except (ImportError, NameError):  # the latter after an import that Ctrl-C has ended half way
+    except (ImportError, NameError):  # NameError after Ctrl-C interrupted an import
         return ""
-    # To bundle it takes some seconds, more than a short trial.
+    # Bundling takes some seconds, more than a short trial, so its result is cached.
     version = metadata.version("vl-convert-python")
     kept = cache_folder("report") / f"vega-{version}-{_VEGA_LITE}.js"
     if kept.is_file():

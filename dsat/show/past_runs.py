@@ -19,7 +19,7 @@ class PastRun:
     """A run, read from its folder.
 
     Attributes:
-        changed_s: time of the last change, since the epoch.
+        changed_s: time of the journal's last change, in seconds since the epoch.
     """
 
     folder: Path
@@ -41,7 +41,7 @@ class PastRun:
 
 
 def folders(above: Path | None = None) -> list[Path]:
-    """Return the folders of runs in another one (`dsat_runs`), the newest first."""
+    """Return run folders: `above` and those in it (by default in `dsat_runs`), newest first."""
     candidates = [] if above is None else [above]
     below = RUNS_FOLDER if above is None else above
     candidates += sorted(below.iterdir()) if below.is_dir() else []
@@ -53,7 +53,7 @@ def _is_of_run(folder: Path) -> bool:
 
 
 def _changed_s(folder: Path) -> float:
-    """Return the time of the last change, in seconds since the epoch."""
+    """Return the time of the journal's last change, in seconds since the epoch."""
     return (folder / FILE_NAME).stat().st_mtime
 
 
@@ -64,7 +64,7 @@ def load(path: Path | None = None) -> PastRun:
         path: its folder, or the folder's name in `dsat_runs`; by default the newest run.
 
     Raises:
-        UserInputError: there is no such run.
+        UserInputError: there is no such run, or it has not begun.
         JournalError: its journal is damaged.
     """
     folder = find(path)
@@ -77,9 +77,9 @@ def load(path: Path | None = None) -> PastRun:
 
 
 def load_all(above: Path | None = None) -> tuple[list[PastRun], list[str]]:
-    """Return all runs directly in a folder, newest first, and why others cannot be read.
+    """Return the runs of `folders(above)`, newest first, and why others cannot be read.
 
-    Raises UserInputError if there is no such folder.
+    Raises UserInputError if `above` is not a folder.
     """
     if above is not None and not above.is_dir():
         raise UserInputError("is not a folder", where=str(above))

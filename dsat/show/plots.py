@@ -1,7 +1,7 @@
 """The report's plots as Vega-Lite 6 specifications, one function each.
 
-Colours are Okabe and Ito's (safe for the colour-blind), and shapes repeat what colours say. All
-text of a run reaches a plot as data, never as part of an expression.
+Colours are Okabe and Ito's (safe for the colour-blind), and points of strategies differ in shape
+too. All text of a run reaches a plot as data, never as part of an expression.
 """
 
 from __future__ import annotations

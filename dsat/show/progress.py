@@ -13,19 +13,19 @@ from dsat.run.trial_factory import count_finals
 from dsat.values import format as fmt
 from dsat.values.trial import TrialKind
 
-_LEAST_TRIALS = 3  # before anything is said of the time
+_LEAST_TRIALS = 3  # before the time left is estimated
 _RECENT = 20
 
 
 def describe_progress(run: Run) -> list[str]:
-    """Return lines on an unfinished run: its trials, and the time left."""
+    """Return lines on an unfinished run: number of trials, and the time left if known."""
     found = [f"{len(run.outcomes)} of at most {run.most_trials} trials"]
     left = time_left(run)
     return found if left is None else [*found, left]
 
 
 def describe_activity(trial_folder: Path) -> str:
-    """Return what a running trial does; it has a folder once it has devices."""
+    """Return what a running trial is doing; it waits for devices until its folder exists."""
     if not trial_folder.exists():
         return "waits for devices"
     steps = read_steps(trial_folder)
@@ -40,10 +40,10 @@ def describe_activity(trial_folder: Path) -> str:
 
 
 def time_left(run: Run) -> str | None:
-    """Estimate the time of all remaining trials; None before enough trials have ended.
+    """Estimate the time of all remaining trials; None if too few have ended or none remain.
 
-    The range spans the lower to the upper quartile of recent trials. As many trials of the search
-    run at the same time as of those; finals run alone.
+    The range spans the lower to the upper quartile of recent trials. It assumes as many concurrent
+    search trials as the most among these; finals run alone.
     """
     recent = [i for i in run.outcomes if run.trials[i].kind is not TrialKind.PROFILE][-_RECENT:]
     took = [run.outcomes[trial_id].duration_s for trial_id in recent]

@@ -11,8 +11,8 @@ from dsat.values.trial import Trial
 from dsat.values.zero_strategy import NONE, of_config
 
 PARTS = ("forward", "backward", "optimizer step", "waiting for data", "the rest")
-_DATA, _OPTIMIZER = 0.1, 0.3  # of a step, from which on a part is worth a sentence
-_WORKERS = "worker"  # in the names of switches that set how many processes load data
+_DATA, _OPTIMIZER = 0.1, 0.3  # smallest shares of a step that are worth a sentence
+_WORKERS = "worker"  # in names of switches for the number of processes that load data
 
 
 def milliseconds(metrics: Metrics) -> tuple[float, ...]:
@@ -22,7 +22,7 @@ def milliseconds(metrics: Metrics) -> tuple[float, ...]:
 
 
 def advice(run: Run) -> list[str]:
-    """Return a sentence for each large part of a step, with its remedy."""
+    """Return sentences with remedies if waiting for data or an offloaded optimizer is slow."""
     own, best = _metrics(run, run.baseline), _metrics(run, run.best)
     if best is None:
         return []

@@ -17,7 +17,7 @@ STATUS_FILE = "status.json"  # the command that trains with the best configurati
 def write_files(view: RunView, folder: Path, train_line: str | None) -> None:
     """Write the best configuration, its metrics and `summary.md` into the run's folder.
 
-    `train_line` is a command that trains with the best configuration, if known.
+    `train_line` is a command that trains with the best configuration; None if unknown.
     """
     outcome = view.best_outcome
     if view.best is not None:

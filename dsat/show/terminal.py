@@ -37,13 +37,13 @@ Views = Mapping[str, RunView]  # by the names of their folders
 
 
 def console(stream: Any) -> Console:
-    """Return a console that writes plain and wide lines where there is no terminal."""
+    """Return a console; without a terminal, it writes long lines without wrapping."""
     wide = None if stream.isatty() else _PLAIN_WIDTH
     return Console(file=stream, highlight=False, soft_wrap=wide is not None, width=wide)
 
 
 def show(stream: Any, parts: Iterable[Part]) -> None:
-    """Print parts of an output; text is not wrapped."""
+    """Print parts of an output; strings, such as commands, are not wrapped."""
     into = console(stream)
     for each in parts:
         if isinstance(each, str):
@@ -77,7 +77,7 @@ def _width(table: Table) -> int:
 
 
 def describe_result(view: RunView) -> list[Part]:
-    """Return the verdict of a run, its facts and its stages."""
+    """Return the verdict of a run, its table of stages and its facts."""
     stages: list[Part] = [view.stage_table()] if view.stages else []
     headline, *others = map(Text, view.verdict.lines)
     headline.stylize("bold")
@@ -85,7 +85,7 @@ def describe_result(view: RunView) -> list[Part]:
 
 
 def describe_run(view: RunView, folder: Path, state: str) -> list[Part]:
-    """Return the summary of a run."""
+    """Return title, result and existing result files of a run."""
     files = [folder / name for name in (summary.BEST_CONFIG_FILE, "report.html")]
     return [
         Text(f"{view.title} in {folder} ({state})"),
@@ -95,7 +95,7 @@ def describe_run(view: RunView, folder: Path, state: str) -> list[Part]:
 
 
 def describe_trial(run: Run, trial: Trial, folder: Path) -> list[Part]:
-    """Return everything about one trial."""
+    """Return everything about one trial, with the ends of its logs."""
     view, batch, slots = TrialView.build(run, trial), trial.batch, run.plan.slots_per_trial
     groups = batch.parallelism.groups(slots)
     stage = fmt.strategy(trial.strategy)
@@ -112,7 +112,7 @@ def describe_trial(run: Run, trial: Trial, folder: Path) -> list[Part]:
 
 
 def trial_to_json(run: Run, trial: Trial, folder: Path) -> dict[str, Any]:
-    """Return everything about one trial for programs."""
+    """Return everything about one trial as JSON values."""
     view = TrialView.build(run, trial)
     memory = None if view.outcome is None else view.outcome.memory
     return {
@@ -126,7 +126,7 @@ def trial_to_json(run: Run, trial: Trial, folder: Path) -> dict[str, Any]:
 
 
 def compare_runs(views: Views) -> list[Part]:
-    """Return two or more runs side by side."""
+    """Return a table of two or more runs, how their best differ, and caveats."""
     columns = [_column(view) for view in views.values()]
     rows = [(key, *(column[key] for column in columns)) for key in columns[0]]
     found: list[Part] = [Table(("", *views), rows)]
@@ -146,7 +146,7 @@ def compare_runs(views: Views) -> list[Part]:
 
 
 def comparison_to_json(views: Views, folders: Mapping[str, Path]) -> dict[str, Any]:
-    """Return runs side by side for programs."""
+    """Return a comparison of runs as JSON values."""
     return {
         "runs": {name: view.to_json(folders[name]) for name, view in views.items()},
         "caveats": _caveats(views),
@@ -154,7 +154,7 @@ def comparison_to_json(views: Views, folders: Mapping[str, Path]) -> dict[str, A
 
 
 def list_runs(runs: Iterable[tuple[PastRun, RunView]]) -> list[Part]:
-    """Return a list of runs."""
+    """Return a table with a line for each run."""
     headings = ("run", "state", "method", "trials", "best", "gain", "last change")
     cells = []
     for past, view in runs:
@@ -185,7 +185,7 @@ def _describe_outcome(run: Run, view: TrialView, outcome: Outcome) -> list[Part]
 
 
 def _describe_memory(memory: MemoryUse) -> Iterator[Part]:
-    """Yield a table of the memory by phase; CPU cores have no allocator of their own."""
+    """Yield a table of the memory by phase, without columns that a CPU does not have."""
     known = {
         "tensors": memory.allocated_bytes,
         "reserved by the allocator": memory.reserved_bytes,
@@ -267,5 +267,5 @@ def _caveats(views: Views) -> list[str]:
 
 
 def _recorded(views: Views, key: str) -> set[str]:
-    """Return the distinct recorded values of a key; earlier versions recorded none."""
+    """Return the distinct recorded values of a key; runs of earlier versions may lack it."""
     return {str(view.info[key]) for view in views.values() if view.info.get(key)}

@@ -1,7 +1,7 @@
 """Verdict of a run: the gain and what to do, what changed, how certain it is, and warnings.
 
-Confirmed gains come from the finals. The search's measurement of its best is biased upward by
-selection; where no finals ran, the verdict says so.
+Confirmed gains come from the finals. The search overestimates its best trial, because it selects
+the best measurement; without finals, the verdict says so.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class GainView:
     """Gain of the best configuration over the user's own.
 
     Attributes:
-        ratio: from the finals, else from single measurements; None if either is missing.
-        text: the ratio with its interval, or with `unconfirmed`.
+        ratio: gain in the finals, else `search_gain` (may be None); 1 if the best is the user's.
+        text: the ratio with its interval or with `unconfirmed`; `-` if it is None.
         own_value: the objective's value of the user's configuration; see `run.final_value`.
-        finals: comparison of the finals for programs; None without.
+        finals: comparison by the finals as JSON values; None before or without it.
     """
 
     ratio: float | None
@@ -57,11 +57,11 @@ class GainView:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict of a run: one or two sentences in each field, or none.
+    """Verdict of a run; all fields but the headline may be empty.
 
     Attributes:
         changed: the most important settings that change, with both values.
-        advice: on batch, learning rate, script, and where time goes.
+        advice: sentences on batch, learning rate, script, saving, and where time goes.
     """
 
     headline: str
@@ -83,7 +83,7 @@ class Verdict:
 
 
 def verdict(run: Run) -> Verdict:
-    """Compare the recommended configuration with the user's own."""
+    """Return the verdict, which compares the recommended configuration with the user's own."""
     best, outcome = run.best, run.best_outcome
     if best is None or outcome is None:
         return _explain_no_best(run)
@@ -108,7 +108,7 @@ def verdict(run: Run) -> Verdict:
 
 
 def search_gain(run: Run) -> float | None:
-    """Return the unconfirmed gain, from single measurements of both configurations."""
+    """Return the gain of `run.best_value` over the user's single measurement, if both exist."""
     own = None if run.baseline is None else run.value(run.baseline)
     if own is None or run.best_value is None:
         return None
@@ -116,14 +116,14 @@ def search_gain(run: Run) -> float | None:
 
 
 def gain(run: Run) -> Gain | None:
-    """Return the gain that the finals confirmed; None without finals."""
+    """Return the gain that the finals measured; None if they are not over or compared no pair."""
     if run.finals is None or not run.finals.over or run.finals.comparison is None:
         return None
     return run.finals.comparison.gain
 
 
 def say_gain(found: Gain) -> str:
-    """Write a gain as `1.42x (1.38 to 1.46)`, with a third digit for narrow intervals."""
+    """Write a gain as `1.42x (1.38 to 1.46)`, with three decimals for narrow intervals."""
     if found.is_unknown:
         return f"{found.ratio:.2f}x (too noisy to tell)"
     digits = 2 if found.high - found.low >= 0.02 else 3
@@ -202,7 +202,7 @@ def _why_keep(run: Run) -> str:
 
 
 def _rival(run: Run) -> Trial | None:
-    """Return the best of the search, unless the user's own is surely better."""
+    """Return the fastest other trial that may beat the user's own; None without one."""
     if run.leader is None or run.leader is not run.baseline:
         return run.leader
     return max(contenders(run), key=lambda trial: run.contestant(trial).log_value, default=None)
@@ -213,7 +213,7 @@ def _searched(run: Run) -> list[Outcome]:
 
 
 def _describe_failures(run: Run) -> list[str]:
-    """Return the most frequent failure, if no trial of the search ran."""
+    """Return a warning with the most frequent failure, if no trial of the search ran."""
     searched = _searched(run)
     if not searched or any(outcome.ok for outcome in searched):
         return []
@@ -250,7 +250,7 @@ def _changed(run: Run, best: Trial) -> str:
 
 
 def _confidence(run: Run, best: Trial) -> Iterator[str]:
-    """Yield sentences on the evidence."""
+    """Yield sentences on how well the recommendation is supported."""
     finals = run.finals
     if finals is None or not finals.over:
         if search_gain(run) is not None and any(outcome.ok for outcome in _searched(run)):
@@ -310,7 +310,7 @@ def _no_finals(run: Run) -> str:
 
 
 def _batch_advice(run: Run, best: Trial) -> list[str]:
-    """Return the gain at the user's global batch size, if the best has another."""
+    """Return a sentence on the gain at the user's global batch, if the best has another."""
     own, size = run.baseline, run.plan.own_batch.train_batch_size
     if own is None or best.batch.train_batch_size == size:
         return []

@@ -1,4 +1,4 @@
-"""One view of a run, made from its journal; terminal, pages, files and JSON show it."""
+"""The view of a run, made from its journal, for terminal, pages, files and JSON."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class TrialView:
     """A trial with its outcome.
 
     Attributes:
-        result: how it ended, or `running`, or `interrupted`.
-        value: of the objective; None if it was not measured, and for the profile trial.
+        result: how the trial ended, or `running`, or `interrupted`.
+        value: value of the objective; None if not measured, and for a profile trial.
         used_bytes: peak of a device, comparable with the prediction.
-        settings: changed settings by dotted path, with batch sizes, without secrets.
-        ended_at_s: time since the epoch; None if the journal does not say.
+        settings: overrides with batch sizes, by dotted path, and switches; without secrets.
+        ended_s, ended_at_s: end in the run's wall time, and since the epoch; None if unknown.
     """
 
     trial: Trial
@@ -66,7 +66,7 @@ class TrialView:
 
     @property
     def label(self) -> str:
-        """Name, marked if it is the best or the user's own."""
+        """Name, with a mark if it is the best or the user's own."""
         return f"{self.trial.name}{' (best)' * self.is_best}{' (yours)' * self.is_own}"
 
     @property
@@ -84,7 +84,7 @@ class TrialView:
         return None if self.outcome is None else self.outcome.duration_s
 
     def to_json(self) -> dict[str, Any]:
-        """Return the trial for programs."""
+        """Return the trial as JSON values."""
         trial, outcome = self.trial, self.outcome
         return {
             "name": trial.name,
@@ -103,7 +103,7 @@ class TrialView:
 
 @dataclass(frozen=True)
 class StageView:
-    """Results of the search with one strategy (`z2_offload`)."""
+    """Results of the search's trials and the user's own with one strategy (`z2_offload`)."""
 
     strategy: str
     trials: int
@@ -118,8 +118,8 @@ class RunView:
 
     Attributes:
         info: name, versions and machine, from the journal's first line.
-        best_value: of the objective; see `run.final_value`.
-        facts: what was tuned and measured, where, for how long, and why the run stopped.
+        best_value: value of the objective; see `run.final_value`.
+        facts: metric, best, trials, machine, wall time, why the run stopped, memory predictions.
     """
 
     info: Mapping[str, Any]
@@ -171,7 +171,7 @@ class RunView:
 
     @property
     def best_config(self) -> dict[str, Any] | None:
-        """The best configuration, as `deepspeed.initialize` takes it."""
+        """The best configuration, as it is passed to `deepspeed.initialize`."""
         return None if self.best is None else self.plan.config(self.best.trial.overrides)
 
     @property
@@ -205,7 +205,7 @@ class RunView:
         )
 
     def trial_table(self) -> Table:
-        """Return all trials that have begun."""
+        """Return a table of all trials that have begun."""
         headings = ("trial", "micro batch", "gas", "result", "memory predicted", "memory used")
         rows = [
             (
@@ -246,7 +246,7 @@ class RunView:
 
 
 def _stages(plan: Plan, views: list[TrialView]) -> Iterator[StageView]:
-    """Yield a row per stage; the profile and the finals do not count."""
+    """Yield a row per strategy, of the search's ended trials and the user's own."""
     tried = [
         view
         for view in views
@@ -288,7 +288,7 @@ def _facts(run: Run) -> Iterator[str]:
 
 
 def _trial_counts(run: Run) -> str:
-    """Return the number of trials by kind, and of reserved ones that were not needed."""
+    """Return text on the number of trials, finals among them, and unused reserved trials."""
     kinds = [run.trials[trial_id].kind for trial_id in run.outcomes]
     finals = kinds.count(TrialKind.FINAL)
     parts = [str(len(kinds))]
@@ -313,7 +313,7 @@ def _best_line(run: Run, best: Trial, outcome: Outcome) -> str:
 
 
 def _memory_errors(run: Run) -> Iterator[float]:
-    """Yield relative errors of predicted memory, where it was measured exactly."""
+    """Yield relative errors of memory predictions, for trials with exact measurements."""
     for trial in run.trials.values():
         outcome = run.outcomes.get(trial.id)
         if trial.predicted_bytes is None or outcome is None or not outcome.ok:

@@ -35,7 +35,7 @@ class Server(ThreadingHTTPServer):
     """Server of the page of one run.
 
     Raises:
-        UserInputError: the port is in use.
+        UserInputError: the server cannot listen on the port.
     """
 
     daemon_threads = True
@@ -119,7 +119,7 @@ def _status_line(past: PastRun) -> str:
 
 
 def _version(folder: Path) -> tuple[int, ...]:
-    """Return a value that changes with journal, status file or lock."""
+    """Return a value that changes with the journal, the status file or the lock."""
     journal, status = (folder / FILE_NAME).stat(), folder / summary.STATUS_FILE
     written_ns = status.stat().st_mtime_ns if status.exists() else 0
     return journal.st_size, journal.st_mtime_ns, written_ns, is_locked(folder)

@@ -16,11 +16,12 @@ class BatchRule:
     """The user's constraints on batch sizes.
 
     Attributes:
-        data_parallel: the largest data-parallel size of a trial; 0 for all of its slots.
+        data_parallel: the largest data-parallel size of a trial; 0 for the number of its slots.
         own_batch: the batch sizes of the user's own configuration.
-        train_batch_size: if given, the exact global batch of every configuration.
+        train_batch_size: if given, the exact global batch size of every configuration.
         divisible_by: micro batches are multiples of this.
-        min_micro_batch, max_micro_batch: bounds on the micro batch, both allowed.
+        micro_batches: the only micro batches to try; empty for no such limit.
+        min_micro_batch, max_micro_batch: inclusive bounds; None for `LARGEST_MICRO_BATCH`.
         max_train_batch_size: if given, gradient accumulation fills the global batch up to this.
     """
 
@@ -36,7 +37,7 @@ class BatchRule:
 
     @property
     def most_groups(self) -> int:
-        """Samples of a micro step with micro batch 1, at most."""
+        """Largest number of data-parallel groups of a trial."""
         return self.data_parallel or self.slots_per_trial
 
     @property
@@ -59,7 +60,7 @@ class BatchRule:
         )
 
     def admits(self, batch: BatchTriple) -> bool:
-        """Return whether batch sizes keep to the user's constraints."""
+        """Return whether the global batch size and divisor are right; bounds are not checked."""
         if self.train_batch_size not in (None, batch.train_batch_size):
             return False
         largest = self.max_train_batch_size
@@ -68,7 +69,7 @@ class BatchRule:
         return batch.micro_batch % self.divisible_by == 0
 
     def _micro_batches_of(self, train_batch_size: int) -> set[int]:
-        """Return the micro batches that divide a global batch."""
+        """Return the micro batches that divide a global batch on the largest number of groups."""
         per_slot, rest = divmod(train_batch_size, self.most_groups)
         most = 0 if rest else min(math.isqrt(per_slot), LARGEST_MICRO_BATCH)
         small = [d for d in range(1, most + 1) if per_slot % d == 0]

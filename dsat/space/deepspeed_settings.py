@@ -18,8 +18,8 @@ class Situation:
     """The facts that decide whether a setting can matter.
 
     Attributes:
-        cpu_adam: an offloaded optimizer will be DeepSpeedCPUAdam.
-        on_device: the devices have memory of their own, and launch kernels asynchronously.
+        cpu_adam: whether an offloaded optimizer will be DeepSpeedCPUAdam.
+        on_device: whether devices have separate memory and run kernels asynchronously.
         slots_per_host: devices per host if a trial needs several hosts; else 0.
         heads: attention heads of the model; 0 if unknown.
     """
@@ -74,18 +74,18 @@ class Setting:
     """A setting of DeepSpeed that a search may choose.
 
     Attributes:
-        key: in `zero_optimization`, or one that begins with a section of `TOP_SECTIONS`; a dot
-            leads into a section.
+        key: name in `zero_optimization`, with a dot before names in its sections; from the top if
+            in `TOP_LEVEL`, or if it begins with a section of `TOP_SECTIONS`.
         values: DeepSpeed's default first.
         stages: ZeRO stages that read it.
         when: condition under which it can have an effect in these stages.
-        elements: values count parameters, so those beyond the model's size are equivalent.
-        unasked: condition for searching it without `--search`; never if it changes what is
-            computed, or if few scripts feel it.
-        divides_slots: values are numbers of devices, which must divide those of a trial.
-        is_later: added after the last release. Older runs resume without it, and their trial names
-            are digests without its default. Searched by default only if the installed DeepSpeed has
-            it.
+        elements: whether values count parameters, so that those above the model's are equivalent.
+        unasked: condition for searching it without `--search`; `_never` if it changes what is
+            computed, or seldom helps.
+        divides_slots: whether values are numbers of devices, which must divide those of a trial.
+        is_later: whether it was added after the last release of dsat. Its default is left out of
+            fingerprints, so older runs resume. Not searched by default if it is unknown whether the
+            installed DeepSpeed has it.
     """
 
     key: str
@@ -106,14 +106,14 @@ class Setting:
 
     @property
     def is_on_request(self) -> bool:
-        """Return whether it is searched with `--search` only."""
+        """Return whether it is searched on request only (`--search` or a list of values)."""
         return self.unasked is _never
 
     def usable(self, situation: Situation) -> tuple[Any, ...]:
-        """Return the values that a trial can have."""
+        """Return the values that suit the devices of a trial."""
         if not self.divides_slots:
             return self.values
-        if self.key in PARALLELISM:  # which passes activations: inside of a host
+        if self.key in PARALLELISM:  # inside a host, because it communicates activations
             most = math.gcd(situation.slots_per_host or situation.slots, situation.heads)
             return tuple(v for v in self.values if most % v == 0)
         of_host = situation.slots_per_host
@@ -125,7 +125,7 @@ _ON_REQUEST: Mapping[str, Any] = {"unasked": _never, "is_later": True}
 HPZ = "zero_hpz_partition_size"
 PARALLELISM = (TENSOR_SIZE, SEQUENCE_SIZE)
 _SWITCH_ON, _SWITCH_OFF = (False, True), (True, False)  # the default first
-# deepspeed/compile/config.py: it offloads either of them, and in stage 3 only.
+# deepspeed/compile/config.py: DeepCompile offloads at most one of the two, in stage 3 only.
 _DEEPCOMPILE = tuple(
     {"deepcompile": is_on, "offload_activation": activation, "offload_opt_states": states}
     for is_on, activation, states in (
@@ -145,7 +145,7 @@ _OVERLAP_REASON = "hides reductions behind the backward pass, for a second bucke
 
 BUCKETS = (5 * 10**8, 10**6, 5 * 10**6, 10**7, 5 * 10**7, 10**8, 10**9, 5 * 10**9)
 
-# Where DeepSpeed 0.19.8 reads a setting, and why it does nothing on one device:
+# Where DeepSpeed 0.19.8 reads the settings, and why some have no effect on one device:
 # runtime/utils.py:1012 (allgather), runtime/zero/stage_1_and_2.py, runtime/zero/stage3.py:780,1673,
 # runtime/zero/parameter_offload.py, runtime/zero/partition_parameters.py:74,1559. The buckets' and
 # switches' values are those of Determined's DeepSpeed Autotune 0.37 (DEFAULT_ZERO_SEARCH_SPACE).
@@ -240,7 +240,7 @@ SETTINGS = (
         (3,),
         "the rest of the optimizer's step is made on the accelerator, at the first learning rate",
         when=lambda s: s.steps_on_host,
-        **_ON_REQUEST,  # zero/stage3.py:317, 0.19.8: the scheduler does not know that optimizer
+        **_ON_REQUEST,  # zero/stage3.py:317, 0.19.8: no scheduler changes that optimizer's rate
     ),
     Setting(
         "offload_param.pin_memory",
@@ -300,7 +300,7 @@ SETTINGS = (
             (SEQUENCE_SIZE, "devices that divide each sequence make longer ones fit"),
         )
     ),
-    # What follows changes what is computed, or depends on what the script does: see `unasked`.
+    # The following change what is computed, or depend on the script: see `unasked`.
     Setting(
         "zero_quantized_weights",
         _SWITCH_ON,
@@ -346,16 +346,15 @@ SETTINGS = (
         **_ON_REQUEST,
     ),
 )
-# Names for `--search` and `--keep` besides the settings: whole sections, and the script's switches.
+# Names that `--search` and `--keep` accept: settings, whole sections, and the script's switches.
 SECTIONS = ("offload_optimizer", "offload_param")
 SETTING_NAMES = tuple(dict.fromkeys((*(k.key for k in SETTINGS), *SECTIONS, *SWITCHES)))
 
 
 def defaults(stage: int, *, later: bool = False) -> dict[str, Any]:
-    """Return DeepSpeed's defaults of `zero_optimization` in a stage.
+    """Return DeepSpeed's defaults of the `SETTINGS` directly in `zero_optimization` in a stage.
 
-    Those of settings that came later are returned instead of the others if `later` is set; see
-    `Setting.is_later`.
+    `later` selects the settings with `Setting.is_later`, False selects all others.
     """
     own = [k for k in SETTINGS if stage in k.stages and k.is_later is later]
     own = [k for k in own if k.path == f"zero_optimization.{k.key}" and "." not in k.key]
@@ -363,7 +362,7 @@ def defaults(stage: int, *, later: bool = False) -> dict[str, Any]:
 
 
 def smallest_buckets(*, fixed: Collection[str], stage: int) -> dict[str, int]:
-    """Return the bucket sizes that need the least memory, except those that the user chose."""
+    """Return the smallest bucket sizes of a stage, except for settings in `fixed`."""
     return {
         setting.key: min(setting.values)
         for setting in SETTINGS

@@ -1,4 +1,4 @@
-"""The inverse of `Branch.settings`: which point of a space a configuration is."""
+"""Location of a configuration in a space: the inverse of `Branch.settings`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Point:
 
     Attributes:
         branch: position of its strategy in `Space.branches`.
-        index: number of its settings in the branch; see `Branch.settings`.
+        index: index of its settings in the branch; see `Branch.settings`.
     """
 
     branch: int
@@ -37,11 +37,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Location:
-    """Where a configuration is in a space.
+    """Location of a configuration in a space.
 
     Attributes:
-        point: the configuration, or the nearest of its strategy.
-        is_exact: the configuration is this point; otherwise a setting or a batch size differs.
+        point: the configuration, or the nearest point with its strategy.
+        is_exact: whether the configuration is this point; else a setting or a batch size differs.
     """
 
     point: Point
@@ -49,7 +49,7 @@ class Location:
 
 
 class Locator:
-    """Finds the points of configurations in a space."""
+    """Mapping from configurations to the points of a space."""
 
     def __init__(self, space: Space) -> None:
         self._space = space
@@ -60,7 +60,8 @@ class Locator:
         """Return the point of a trial's configuration, or the nearest one of its strategy.
 
         Args:
-            overrides: laid over the user's DeepSpeed configuration.
+            overrides: DeepSpeed settings that replace those of the user's configuration.
+            script_args: values of the script's switches; missing ones have the script's own values.
 
         Returns:
             None if the space has no branch for its strategy.
@@ -97,7 +98,7 @@ class Locator:
 
     @functools.cache  # noqa: B019  (a locator lives as long as its run)
     def _digits(self, number: int) -> tuple[tuple[Mapping[str, Any], ...], ...]:
-        """Return what each value of each setting of a branch sets, by path."""
+        """Return, for each searched setting of a branch and each value, what it sets, by path."""
         branch = self._space.branches[number]
         found = []
         for stride, (_, values) in zip(branch.strides, branch.searched, strict=True):
@@ -116,7 +117,7 @@ class Locator:
     def _flat(
         self, config: Mapping[str, Any], script_args: Mapping[str, Any], gas: Any
     ) -> dict[str, Any]:
-        """Return a configuration by paths; accumulation only where it is searched."""
+        """Return a configuration as values by path; with accumulation only if it is searched."""
         canonical = canonical_config(config, num_params=self._space.num_params)
         settings = {key: value for key, value in canonical.items() if key not in BATCH_KEYS}
         flat = ds_config.flat({**settings, **script_args})
@@ -128,7 +129,7 @@ class Locator:
 
 
 def _differences(flat: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Return the values by which mappings differ; `_OTHER` for a missing one."""
+    """Return of each mapping the values that are not the same in all; `_OTHER` if missing."""
     paths = dict.fromkeys(path for each in flat for path in each)
     differing = [
         path for path in paths if any(each.get(path) != flat[0].get(path) for each in flat[1:])
@@ -137,12 +138,12 @@ def _differences(flat: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], 
 
 
 def canonical_config(config: Mapping[str, Any], *, num_params: int | None = None) -> dict[str, Any]:
-    """Return a DeepSpeed configuration in the form that equal ones share.
+    """Return a DeepSpeed configuration in canonical form: equivalent configurations are equal.
 
-    Defaults of ZeRO are filled in, and parallelism of size 1 is left out.
+    It contains ZeRO's defaults, except those of `Setting.is_later`, and no parallelism of size 1.
 
     Args:
-        num_params: if given, buckets that the model cannot fill become alike.
+        num_params: if given, the upper limit of sizes in elements, such as buckets.
     """
     found = dict(config)
     shared = parallelism.of_config(config)

@@ -14,14 +14,14 @@ GAS = "gradient_accumulation_steps"
 SEQUENTIAL = "stage3_allgather_sequential"
 FORCE = "zero_force_ds_cpu_optimizer"
 GATHER = "stage3_gather_16bit_weights_on_model_save"
-# Settings of a proposal outside of `zero_optimization`.
+# Settings of a proposal at the top level of a configuration.
 TOP_LEVEL = (FORCE, SEQUENCE_SIZE)
-# Other sections that a proposal may set.
+# Sections besides `zero_optimization` that a proposal may set.
 TOP_SECTIONS = ("activation_checkpointing", "bf16", "compile", "tensor_parallel")
 
 
 def overrides_for(settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]:
-    """Return the DeepSpeed settings of a trial, to be laid over the user's configuration."""
+    """Return a trial's DeepSpeed settings, which replace those of the user's configuration."""
     zero: dict[str, Any] = {}
     overrides: dict[str, Any] = batch.config()
     for key, value in settings.items():
@@ -38,7 +38,7 @@ def overrides_for(settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, 
                 zero[key] = {**zero.get(key, {}), **value}
             else:
                 zero[key] = value
-    if zero.get(SEQUENTIAL) is True:  # whatever is given: runtime/engine.py, 0.19.8
+    if zero.get(SEQUENTIAL) is True:  # as runtime/engine.py does, DeepSpeed 0.19.8
         zero["stage3_prefetch_bucket_size"] = 1
     return {"zero_optimization": zero, **overrides} if zero else overrides
 
@@ -50,13 +50,13 @@ def strategy_settings(
     *,
     moves_to_host: bool = False,
 ) -> dict[str, Any]:
-    """Return the flat settings that turn the user's configuration into one of a strategy.
+    """Return the flat settings besides `stage` that a strategy needs in the user's configuration.
 
-    Offloading that the user configured is switched off where a stage has none.
+    They switch off configured offloading that the strategy lacks.
 
     Args:
-        nvme_path: where offloading to NVMe may write.
-        moves_to_host: of the optimizer; see `OwnOptimizer`.
+        nvme_path: folder into which offloading to NVMe may write.
+        moves_to_host: see `OwnOptimizer`.
     """
     zero = config.get("zero_optimization") or {}
     own = of_config(config, 3)
@@ -71,11 +71,11 @@ def strategy_settings(
     if strategy.stage != 3 and isinstance(given, Mapping) and given.get("ratio", 1.0) != 1.0:
         settings["offload_optimizer.ratio"] = 1.0  # DeepSpeed asserts it
     if strategy.stage == 3 != of_config(config).stage and zero.get(GATHER) is not True:
-        # Read at saving alone, where the script expects whole weights. In another stage a false
-        # says nothing: accelerate writes it.
+        # Only saving reads this, and the script expects whole weights. Outside stage 3, the user's
+        # `false` means nothing, because accelerate writes it.
         settings[GATHER] = True
     is_scripts_own = not (moves_to_host or config.get("optimizer"))
     own_offloads = of_config(config).offload_optimizer != NONE and FORCE in config
     if strategy.offload_optimizer != NONE and is_scripts_own and not own_offloads:
-        settings[FORCE] = False  # without it DeepSpeed refuses an optimizer that the script made
+        settings[FORCE] = False  # else DeepSpeed refuses an optimizer that the script made
     return settings

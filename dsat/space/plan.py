@@ -14,7 +14,7 @@ from dsat.space.space import Freedom
 from dsat.values.codec import Recorded
 from dsat.values.objective import Objective
 
-# Names in messages of the fields that no single option decides.
+# Names of fields in messages, where the field's own name is unclear.
 _LABELS = {
     "slot_memory_bytes": "slot memory",
     "seed": "random seed",
@@ -33,7 +33,7 @@ _LABELS = {
     "measured.device": "device",
 }
 BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "formula", "none")
-LONGEST_S = 20.0  # the usual `Plan.longest_s`
+LONGEST_S = 20.0  # `Plan.longest_s` of a new plan
 _ABSENT = "not given"
 
 
@@ -41,12 +41,12 @@ def _write_switches(values: Mapping[str, Any]) -> str:
     return " ".join(switches.write(name, listed) for name, listed in values.items()) or _ABSENT
 
 
-# Of values that a user writes otherwise than JSON.
+# Writers of fields whose values users do not write as JSON.
 _WRITERS: Mapping[str, Callable[[Any], str]] = {
     "slot_memory_bytes": write_memory_size,
     "listed_switches": _write_switches,
 }
-# A run that continues keeps the length of a trial, whatever this version of dsat would choose.
+# Fields that may differ when a run is resumed. Of these, the run keeps its own `longest_s`.
 _MAY_DIFFER = ("max_trials", "finals", "indifference", "longest_s", "faulty_stages")
 
 
@@ -56,19 +56,18 @@ class Plan(Recorded, BatchRule, Freedom):
 
     Attributes:
         method: a name of `dsat.search.SEARCHES`.
-        max_trials: number of trials allowed, the profile trial included.
-        faulty_stages: stages that the installed DeepSpeed trains wrongly, or not at all; not
-            searched.
-        slot_memory_bytes: memory limit of a device; None for all that it has.
+        max_trials: number of trials allowed, including the profile and the finals.
+        faulty_stages: stages that the installed DeepSpeed trains wrongly or not at all; excluded.
+        slot_memory_bytes: memory limit of a device; None for all its memory.
         memory_model: how memory is predicted, one of `MEMORY_MODELS`.
-        max_seq_length: longest sequence of the data in tokens; None if the user did not say.
-        finals: trials for the finals; None for a share of `max_trials`.
+        max_seq_length: longest sequence of the data in tokens; None if not given.
+        finals: largest number of trials in the finals; None for a share of `max_trials`.
         indifference: gain, as a fraction, below which a larger global batch is not worth it.
-        ramp: raise micro batches step by step from the user's own, as long as that is worth it.
-        longest_s: time limit of a trial's measurement in seconds, or 20 of the user's own optimizer
-            steps if these take longer; None for no limit.
-        measured: program, measured steps and device. Results are comparable only while they stay
-            the same.
+        ramp: raise micro batches step by step, while that increases the throughput.
+        longest_s: time limit of a trial's measurement in seconds (see `Run.longest_s`); None for no
+            limit.
+        measured: program, steps to measure, and device. Results are comparable only if these are
+            equal.
     """
 
     method: str
@@ -101,14 +100,14 @@ class Plan(Recorded, BatchRule, Freedom):
         return ds_config.prepare_for_training(self.base_config, overrides)
 
     def measured_beside(self, other: Plan) -> dict[str, Any]:
-        """Return what is measured, without the device if one of two plans does not name it."""
+        """Return `measured`, without the device unless both plans name one."""
         both = "device" in self.measured and "device" in other.measured
         return {key: its for key, its in self.measured.items() if both or key != "device"}
 
     def difference(self, earlier: Plan) -> str | None:
         """Return the first difference to an earlier plan, `FIELD was X, now Y`, or None.
 
-        Fields that only end a run may differ.
+        Differences in `_MAY_DIFFER` do not count.
         """
         mine = {**self.to_json(), "measured": self.measured_beside(earlier)}
         theirs = {**earlier.to_json(), "measured": earlier.measured_beside(self)}
@@ -119,7 +118,7 @@ class Plan(Recorded, BatchRule, Freedom):
 
 
 def difference_of(name: str, earlier: Any, today: Any) -> str:
-    """Return the difference of two values of a field, `FIELD was X, now Y`."""
+    """Describe the first difference of two values of a field: `FIELD was X, now Y`."""
     write = _WRITERS.get(name)
     if write is not None:
         earlier, today = (_ABSENT if value is None else write(value) for value in (earlier, today))
@@ -131,7 +130,7 @@ def difference_of(name: str, earlier: Any, today: Any) -> str:
 
 
 def first_difference(was: Any, now: Any) -> tuple[list[str], str, str]:
-    """Return the keys that lead to the first difference of two values, and both sides of it."""
+    """Return the path of keys to the first difference of two values, and both values there."""
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         for key in dict.fromkeys([*was, *now]):
             if key not in was or key not in now:

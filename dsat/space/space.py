@@ -25,7 +25,7 @@ from dsat.values.parallelism import SEQUENCE_SIZE, Parallelism
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import Strategy
 
-_BOTH_SIZES = "parallelism"  # one setting of two, since slots are divided by both together
+_BOTH_SIZES = "parallelism"  # both sizes as one setting, because they share the slots
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Branch:
 
     Attributes:
         base: settings that all of its configurations have; flat, as in a proposal.
-        searched: names and values of what is searched; DeepSpeed's default (or the user's value)
-            first.
+        searched: names and values of searched settings. First is the user's value or DeepSpeed's
+            default; a smaller bucket if devices have little memory.
     """
 
     strategy: Strategy
@@ -44,17 +44,17 @@ class Branch:
 
     @property
     def count(self) -> int:
-        """Number of settings."""
+        """Number of combinations of settings."""
         return math.prod(len(values) for _, values in self.searched)
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Distance between the numbers of settings that differ by one value, by setting."""
+        """Difference of the indices for successive values of a setting, by searched setting."""
         counts = [len(values) for _, values in self.searched]
         return tuple(math.prod(counts[:position]) for position in range(len(counts)))
 
     def of_each_parallelism(self) -> list[dict[str, Any]]:
-        """Return the first settings of each way to divide the devices."""
+        """Return the first settings with each searched parallelism."""
         sizes = (*PARALLELISM, _BOTH_SIZES)
         for (key, values), stride in zip(self.searched, self.strides, strict=True):
             if key in sizes:
@@ -62,12 +62,12 @@ class Branch:
         return [self.settings(0)]
 
     def values_in(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the value of each searched name in flat settings; None where they have none."""
+        """Return the value of each searched setting in flat settings; None if it is missing."""
         both = {size: settings.get(size) for size in PARALLELISM}
         return {key: both if key == _BOTH_SIZES else settings.get(key) for key, _ in self.searched}
 
     def settings(self, index: int) -> dict[str, Any]:
-        """Return the settings number `index`; number 0 has the first value of every setting."""
+        """Return the settings with an index; index 0 has the first value of every setting."""
         chosen = {"stage": self.strategy.stage, **self.base}
         for key, values in self.searched:
             index, digit = divmod(index, len(values))
@@ -77,19 +77,19 @@ class Branch:
 
 @dataclass(frozen=True, kw_only=True)
 class Freedom:
-    """The settings that a search may choose.
+    """Facts and options that decide which settings a search may choose.
 
     Attributes:
-        base_config: the user's DeepSpeed configuration with their own overrides laid over it.
-        tune, fix: settings that the user freed, or wants left alone.
+        base_config: the user's DeepSpeed configuration, with the user's overrides applied.
+        tune, fix: settings of `--search`, and of `--keep`.
         choices: the only values to try, by setting.
         switches: switches of the script that its arguments show, with the user's value.
         listed_switches: values of further switches, from the user or the launcher; the script's own
             first, None if unknown.
-        offload_helps: whether devices have memory of their own, which offloading relieves.
+        offload_helps: whether devices have separate memory, which offloading relieves.
         slots_per_host: devices per host if a trial needs several hosts; else 0.
-        defaults: the installed DeepSpeed's defaults, by path; a setting that is missing
-            here is unsupported. Empty if unknown.
+        defaults: the installed DeepSpeed's defaults, by path; empty if unknown. Other settings are
+            unsupported, and searched on request only.
     """
 
     base_config: Mapping[str, Any] = field(default_factory=dict)
@@ -104,15 +104,15 @@ class Freedom:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def parallelism(self, settings: Mapping[str, Any] | None = None) -> Parallelism:
-        """Return the parallelism of settings; where they set none, the user's."""
+        """Return the parallelism of flat settings; sizes that they lack are the user's."""
         return parallelism.of_settings(settings or {}, parallelism.of_config(self.base_config))
 
     @property
     def fixed(self) -> tuple[str, ...]:
-        """Settings of `zero_optimization` that are not searched.
+        """Settings that are not searched.
 
-        They are those that the user chose ("auto" excepted) and did not release, and those of
-        `--keep`.
+        They are those of `--keep`, and those that the user set in `zero_optimization` to another
+        value than "auto", unless `--search` or `choices` free them.
         """
         zero = self.base_config.get("zero_optimization") or {}
         freed = {"stage", *self.tune, *self.choices}
@@ -130,14 +130,14 @@ class Space:
         slots: devices of a trial.
         gas: gradient accumulation steps, unless a global batch size decides them.
         train_batch_size: exact global batch size; None if it is free.
-        max_train_batch_size: accumulation fills the global batch up to this size; None for no
-            filling.
+        max_train_batch_size: accumulation fills the global batch up to this size; None if it does
+            not.
         num_params: parameters of the model, beyond which sizes are equivalent; None if unknown.
         found_switches: switches found in the script, with their values.
         heads: attention heads of the model; 0 if unknown.
-        roomy_bucket: elements of the largest bucket in the first settings of a branch; None for
-            DeepSpeed's default.
-        moves_to_host: of the optimizer; see `OwnOptimizer`.
+        roomy_bucket: largest size of DeepSpeed's default buckets, in elements, in the first
+            settings of a branch; None for no limit.
+        moves_to_host: see `OwnOptimizer`.
     """
 
     strategies: Sequence[Strategy]
@@ -178,11 +178,11 @@ class Space:
         return BatchTriple.on(self.slots, shared, micro_batch=micro_batch, gas=gas)
 
     def accumulation(self, micro_batch: Any, groups: Any, own: Any) -> Any:
-        """Return the accumulation steps of a configuration, or of arrays of them.
+        """Return the accumulation steps of a configuration (also arrays).
 
         Args:
-            groups: data-parallel groups.
-            own: accumulation steps of the settings, where the global batch is free.
+            groups: number of data-parallel groups.
+            own: accumulation steps of the settings, if no global batch size decides them.
         """
         step = micro_batch * groups
         if self.train_batch_size is not None:
@@ -207,9 +207,9 @@ class Space:
 def searched_switches(
     freedom: Freedom, found: Mapping[str, ScriptSwitch]
 ) -> dict[str, tuple[Any, ...]]:
-    """Return the values of the script's switches to search, its own first.
+    """Return the values of the script's switches to search, the script's own value first.
 
-    Switches of `Freedom.switches` are included only if their values are listed.
+    Switches of `Freedom.switches` are included only if `Freedom.listed_switches` has them too.
     """
     values = {n: s.values for n, s in found.items() if n not in freedom.switches}
     own = {**{name: its[0] for name, its in values.items()}, **freedom.switches}
@@ -231,7 +231,7 @@ def _branch(strategy: Strategy, space: Space) -> Branch:
         slots_per_host=freedom.slots_per_host,
         heads=space.heads,
     )
-    # The most promising first, because a search compares the first changes only.
+    # The most promising come first, because a search may compare only the first changes.
     switches = space.searched_switches.items()
     searched = [(n, v) for n, v in switches if _matters(n, situation, freedom)]
     for setting in SETTINGS:
@@ -257,9 +257,9 @@ def _branch(strategy: Strategy, space: Space) -> Branch:
 
 
 def _is_switch_searched(name: str, values: Sequence[Any], freedom: Freedom) -> bool:
-    """Return whether a switch may be searched: it has several values and is not kept.
+    """Return whether a switch is searched: it has several values and is not in `--keep`.
 
-    A known switch that is tried on request only was also asked for.
+    A known switch that is tried on request only must also be requested.
     """
     known = SWITCHES.get(name)
     if len(values) < 2 or not _is_free(name, freedom):
@@ -269,7 +269,7 @@ def _is_switch_searched(name: str, values: Sequence[Any], freedom: Freedom) -> b
 
 
 def _matters(name: str, situation: Situation, freedom: Freedom) -> bool:
-    """Return whether a switch can have an effect in a situation, or the user asked for it."""
+    """Return whether a switch can have an effect, or was requested and needs no offloading."""
     known = SWITCHES.get(name)
     if known is None or (name in freedom.tune and not known.offloading):
         return True
@@ -280,12 +280,11 @@ def _matters(name: str, situation: Situation, freedom: Freedom) -> bool:
 def _with_parallelism(
     settings: Sequence[tuple[str, tuple[Any, ...]]], space: Space
 ) -> list[tuple[str, tuple[Any, ...]]]:
-    """Return the settings with sizes that leave whole samples to whole groups of devices.
+    """Return the settings with only those parallelism sizes that divide the devices and the batch.
 
-    Two parallelisms become one setting. Combining them is impossible: AutoTP replaces groups that
-    Ulysses passes (`_configure_tensor_parallel_states` of runtime/engine.py, deepspeed 0.19.8).
-    With Ulysses, the attention kernel is not searched, because Ulysses works inside the model's
-    own.
+    Tensor and sequence parallelism become one setting. They exclude each other: AutoTP replaces the
+    groups that Ulysses passes (`_configure_tensor_parallel_states` of runtime/engine.py, DeepSpeed
+    0.19.8). With Ulysses, attention kernels are not searched, because it works inside the model's.
     """
     sizes = {key: values for key, values in settings if key in PARALLELISM}
     if not sizes:
@@ -326,7 +325,7 @@ def _is_free(key: str, freedom: Freedom) -> bool:
 
 
 def _makes_cpu_adam(config: Mapping[str, Any]) -> bool:
-    """Return whether DeepSpeed builds its own Adam when offloading (engine.py, 0.19.8)."""
+    """Return whether DeepSpeed uses its CPU Adam when offloading (runtime/engine.py, 0.19.8)."""
     optimizer = config.get("optimizer") or {}
     parameters = optimizer.get("params") or {}
     kind = str(optimizer.get("type", "")).lower()
@@ -334,10 +333,10 @@ def _makes_cpu_adam(config: Mapping[str, Any]) -> bool:
 
 
 def _own_value(setting: Setting, config: Mapping[str, Any]) -> Any:
-    """Return the user's own value of a setting, or None."""
+    """Return the user's own value of a setting; None if it is missing or "auto"."""
     found = ds_config.at(config, setting.path)
     first = setting.values[0]
-    if isinstance(first, Mapping) and isinstance(found, Mapping):  # of a section, what is searched
+    if isinstance(first, Mapping) and isinstance(found, Mapping):  # searched keys of a section
         found = {key: found.get(key, value) for key, value in first.items()}
     return None if found == ds_config.AUTO else found
 
@@ -349,12 +348,15 @@ def _with_first(first: Any, values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _useful_values(setting: Setting, situation: Situation, space: Space) -> tuple[Any, ...]:
-    """Return the values worth trying: of sizes beyond the model, only the smallest."""
+    """Return the values worth trying: of sizes beyond the model, only the smallest.
+
+    A default bucket above `roomy_bucket` gives its first place to a smaller one.
+    """
     values = _with_first(space.freedom.defaults.get(setting.path), setting.usable(situation))
     num_params, roomy_bucket = space.num_params, space.roomy_bucket
     if num_params is not None and setting.elements:
         enough = min((value for value in values if value >= num_params), default=None)
-        if enough is not None and values[0] >= num_params:  # the default, by another name
+        if enough is not None and values[0] >= num_params:  # equivalent to the default
             values = _with_first(enough, values)
         values = tuple(value for value in values if value < num_params or value == enough)
     if setting.values is BUCKETS and roomy_bucket is not None and values[0] > roomy_bucket:

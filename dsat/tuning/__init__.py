@@ -1,1 +1,1 @@
-"""The search of the best configuration, from the settings to the files of the result."""
+"""The search for the best configuration, from the settings to the result files."""

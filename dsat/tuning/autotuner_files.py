@@ -1,7 +1,7 @@
 """Result files of `deepspeed --autotuning`, with DeepSpeed's names.
 
-Laid out as deepspeed/autotuning/{autotuner,scheduler}.py (0.19.8) write them. The folder of each
-experiment, with its log and its metrics, is the trial engine's.
+Their layout is that of deepspeed/autotuning/{autotuner,scheduler}.py (0.19.8). The trial engine
+writes the folder of each experiment, with its log and its metrics.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _HEADINGS = ("tuning_space", "num_experiments", "best_metric_val", "best_exp_nam
 
 
 def write_files(view: RunView, results_dir: Path, exps_dir: Path | None, command: str) -> None:
-    """Write the results, and descriptions of the experiments if a folder is given.
+    """Write the results, and descriptions of the trials if `exps_dir` is given.
 
-    Without a successful trial, no configuration and no command are written. `command` is a shell
-    command that trains with `OPTIMAL_CONFIG_FILE`. Raises UserInputError if a folder cannot be made
-    or written to.
+    Without a best trial, no configuration and no command are written. `command` is a shell command
+    that trains with `OPTIMAL_CONFIG_FILE`; empty if only dsat can do so. Raises UserInputError if a
+    folder or file cannot be written.
     """
     files = {results_dir / SUMMARY_FILE: summary_text(view)}
     if view.best_config is not None:
@@ -57,10 +57,10 @@ def write_files(view: RunView, results_dir: Path, exps_dir: Path | None, command
 
 
 def summary_text(view: RunView) -> str:
-    """Return the table of tuning spaces, with time and number of trials.
+    """Return the table of tuning spaces, with the run's duration and number of trials.
 
-    A space is a ZeRO stage with its offloading (`z1`, `z2_offload`); `global` is all of them. The
-    profile trial does not count.
+    A space is a ZeRO stage with its offloading (`z1`, `z2_offload`); `global` is all of them. Only
+    the user's own configuration and the search's trials count, once they have ended.
     """
     total = sum(stage.trials for stage in view.stages)
     rows = [

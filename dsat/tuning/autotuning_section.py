@@ -1,8 +1,8 @@
 """The `autotuning` section of a DeepSpeed configuration, which sets defaults of a search.
 
-The keys are those of deepspeed/autotuning/{constants,config}.py (0.19.8), of its README and of
+The keys are those of deepspeed/autotuning/{constants,config}.py and README.md (0.19.8), and of
 https://www.deepspeed.ai/docs/config-json/#autotuning. `start_step`, `end_step`, `num_gpus` and
-`num_nodes` come from its first releases, whose configurations are still around.
+`num_nodes` come from the autotuner's first releases: old configurations still have them.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class Section:
     """An `autotuning` section.
 
     Attributes:
-        values: values of settings of a search and of options of its method, by name.
-        keys: full keys in the file, by the same names.
-        results_dir, exps_dir: folders of DeepSpeed's result files and descriptions of experiments;
+        values: defaults for settings of the search and options of its method, by name.
+        keys: full keys in the file, by the name of what they set.
+        results_dir, exps_dir: folders for DeepSpeed's result files and for descriptions of trials;
             None if the section names none.
         notes: messages about accepted keys without effect.
     """
@@ -59,7 +59,7 @@ class Section:
     notes: tuple[str, ...] = ()
 
     def apply(self, settings: Settings) -> Settings:
-        """Apply the section's defaults to settings; options that the user gave win."""
+        """Return settings with the section's values; options that the user gave take precedence."""
         given = settings.given
         values = {name: value for name, value in self.values.items() if name not in given}
         method = values.get("method", settings.method)
@@ -91,7 +91,7 @@ def _number_or_none(value: Any, where: str) -> int | None:
 
 
 def _trials(value: Any, where: str) -> int:
-    return whole_number(value, where) + 1  # the user's own comes in addition
+    return whole_number(value, where) + 1  # plus the trial of the user's own configuration
 
 
 def _flag(value: Any, where: str) -> bool:
@@ -150,7 +150,7 @@ def _mappings(value: Any, where: str) -> dict[str, str]:
 
 
 Reader = Callable[[Any, str], Any]
-# What a key sets, and the reader of its values.
+# By key: the name of what it sets, and the function that reads its value.
 _VALUES: Mapping[str, tuple[str, Reader]] = {
     "metric": ("metric", _one_of(_METRICS)),
     "start_profile_step": ("start_profile_step", whole_number),
@@ -170,7 +170,7 @@ _VALUES: Mapping[str, tuple[str, Reader]] = {
     "results_dir": ("results_dir", _folder),
     "exps_dir": ("exps_dir", _folder),
 }
-_SEARCH_OPTIONS = ("early_stopping", "num_micro_batches")  # settings are all others
+_SEARCH_OPTIONS = ("early_stopping", "num_micro_batches")  # options of a method
 _CHECKED: Mapping[str, Reader] = {
     "enabled": _flag,
     "mp_size": _limit_to_one("model parallel jobs cannot be tuned"),
@@ -183,7 +183,7 @@ KEYS = frozenset({*_VALUES, *_CHECKED})
 def read(config: Mapping[str, Any], *, where: str) -> Section | None:
     """Read the `autotuning` section of a DeepSpeed configuration; None if missing or disabled.
 
-    Null values count as missing. Raises UserInputError for unknown keys and impossible values.
+    Null counts as missing. Raises UserInputError for unknown keys and bad values, even if disabled.
     """
     section, place = config.get(AUTOTUNING), f"{where}: {AUTOTUNING}"
     if section is None:
@@ -217,7 +217,7 @@ def read(config: Mapping[str, Any], *, where: str) -> Section | None:
 
 
 def _check_mappings(mappings: Mapping[str, str], config: Mapping[str, Any], where: str) -> None:
-    """Raise UserInputError for a setting that looks like a misspelt one of the configuration."""
+    """Raise UserInputError if a mapped setting looks like a misspelt key of the configuration."""
     others = flat({key: value for key, value in config.items() if key != AUTOTUNING})
     keys = {key for path in others for key in path.split(".")}
     settings = {*BATCH_KEYS, *keys, CHECKPOINTING}

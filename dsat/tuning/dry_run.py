@@ -19,7 +19,7 @@ from dsat.values.trial import Trial
 
 
 def describe_plan(ready: Prepared) -> Iterator[str]:
-    """Yield lines on a search on this machine's hosts."""
+    """Yield lines that describe a search, its hosts and its first trial."""
     plan, first = ready.plan, _first_trial(ready)
     yield from describe_search(ready.experiment.name, plan, f"on {describe(ready.hosts)}")
     fixed = [key for key in plan.fixed if key not in plan.fix]
@@ -40,7 +40,7 @@ def describe_plan(ready: Prepared) -> Iterator[str]:
 
 
 def describe_search(name: str, plan: Plan, where: str) -> Iterator[str]:
-    """Yield lines on a search: its goal, its place and its space."""
+    """Yield lines that describe a search: its method, metric, hosts and search space."""
     yield f"{name}: {plan.method} search, optimising {plan.metric}"
     yield f"{where}, {count(plan.slots_per_trial, 'device')} per trial"
     yield f"at most {plan.max_trials} trials: your own configuration, then:"
@@ -48,7 +48,7 @@ def describe_search(name: str, plan: Plan, where: str) -> Iterator[str]:
 
 
 def plan_to_json(ready: Prepared) -> dict[str, Any]:
-    """Return a search and its first trial for programs."""
+    """Return a search and its first trial as JSON values."""
     plan = ready.plan
     space = make_space(plan).describe()
     return {

@@ -1,4 +1,4 @@
-"""One search on this machine, from its opened journal to the files of its result."""
+"""One search that this process controls, from opening the journal to writing result files."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 
 _log = logging.getLogger(__name__)
-TRIALS = "dsat.trials"  # the logger of trials, which a table may show instead
+TRIALS = "dsat.trials"  # name of the logger of trial results, which a live table may replace
 _log_of_trials = logging.getLogger(TRIALS)
 _PAGE_EVERY_S = 30.0
-# Makes an engine for a run, whose files are in the folder.
+# Makes an engine for a run, given the run's folder.
 EngineFactory = Callable[[Prepared, Path], Engine]
-# Engines besides dsat's own, by the names that `Settings.engine` may have.
+# Engines that the user registered, by name in `Settings.engine`.
 ENGINES: dict[str, EngineFactory] = {}
 
 
 class LocalSearch:
     """A search that this process controls; a context manager.
 
-    It opens the run's folder and journal; on exit it ends all trials.
+    It locks the run's folder and opens the journal; on exit it ends all trials and closes both.
 
     Raises:
-        UserInputError: the folder holds another run, or none to resume.
-        JournalLocked: another process works there.
-        JournalError: the journal cannot be read.
+        UserInputError: the folder holds another run, has none to resume, or cannot be made.
+        JournalError: the journal is in use (JournalLocked), damaged, or of another plan
+            (JournalMismatch).
     """
 
     def __init__(self, ready: Prepared) -> None:
@@ -60,7 +60,7 @@ class LocalSearch:
         with contextlib.ExitStack() as opened:
             self.folder = run_folders.choose(ready.settings, ready.experiment.name, opened)
             earlier = run_folders.earlier_runs(self.folder, ready.plan, ready.info)
-            # Of a new folder there are none, and all processes would be looked at.
+            # A new folder has none, and the check would inspect all processes.
             ended = leftovers.end_processes(self.folder) if ready.settings.resume else []
             if ended:
                 _log.info(
@@ -89,7 +89,7 @@ class LocalSearch:
         return self.folder / TRIALS_FOLDER
 
     def search(self, *observers: Observer) -> None:
-        """Run the remaining trials and log messages; Ctrl-C ends the trials and the search."""
+        """Run the remaining trials and write result files; Ctrl-C ends trials and search."""
         for message in _messages(self.ready, self.folder, self.run):
             _log.info("%s", message)
         if self._has_work():
@@ -118,7 +118,7 @@ class LocalSearch:
         )
 
     def _survey(self) -> Basis:
-        """Return the basis of memory predictions: simulations where possible."""
+        """Return the basis of memory predictions: simulations if possible, else the profile."""
         ready, engine, profile = self.ready, self._engine, self.run.profile
         assert profile is not None
         if not isinstance(engine, LocalEngine):
@@ -146,12 +146,12 @@ class LocalSearch:
 
     @property
     def profiled(self) -> bool:
-        """Return whether the search could begin."""
+        """Return False if the model could not be profiled, so that no search began."""
         return self._tuner.decisions.failure is None
 
     @property
     def failure(self) -> DsatError | None:
-        """Error of a search without a result; None with one, or after an interruption."""
+        """Error of a search without a result; None if interrupted, unless profiling failed."""
         if not self.profiled or (self.run.best is None and not self.interrupted):
             return _failure(self.run, self.trials)
         return None
@@ -172,7 +172,7 @@ def _log_line(kind: Kind, text: str) -> None:
 
 
 class _FileKeeper(Observer):
-    """Update result files at a new best, and the report every 30 s."""
+    """Write result files after a new best, and all with the report at most every 30 s."""
 
     def __init__(self, ready: Prepared, folder: Path) -> None:
         self._ready = ready
@@ -188,7 +188,7 @@ class _FileKeeper(Observer):
 
 
 def _write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = True) -> None:
-    """Write the result files."""
+    """Write the result files, by default with the report."""
     view, line = RunView.build(run), train_command.make_line(ready, run, folder)
     summary.write_files(view, folder, line)
     train_command.write_own_files(ready, run, folder)
@@ -225,7 +225,7 @@ def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:
 
 
 def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
-    """Make the local engine; if the user's command runs already, it is the first trial."""
+    """Make the local engine; a user's command that already runs becomes its first trial."""
     settings = ready.settings
     return LocalEngine(
         ready.experiment,
@@ -259,7 +259,7 @@ def _train(engine: LocalEngine, best: Trial) -> None:
 
 
 def _failure(run: Run, trials: Path) -> DsatError:
-    """Return the error of a run without a successful trial."""
+    """Return the error of a run without a result, from the failure that explains it best."""
     failures = [run.trials[i] for i, outcome in run.outcomes.items() if not outcome.ok]
     if not failures:
         return SearchFailed(str(run.stop_reason))

@@ -13,14 +13,14 @@ from dsat.search import SEARCHES, parameters_of, usual_options
 from dsat.search import options_of as options_of_search
 from dsat.tuning.settings import DEFAULT_METHOD, Settings
 
-# Of `dsat tune` and `dsat.tune`; the seeds' methods have those of their ancestors.
+# Of `dsat tune` and `dsat.tune`. `dsat asha` and the like have the defaults of Determined's dsat.
 _DEFAULTS_OF_TUNE = {"metric": "throughput", "train_batch_size": OWN}
 
 
 def all_options(method: str | None = None, engines: Iterable[str] = ()) -> Iterator[Option]:
-    """Yield the options of a search with a method, or with any.
+    """Yield the options of a search with a method; those of `dsat tune` if it is None.
 
-    `engines` are those that the user registered.
+    `engines` are names of engines that the user registered.
     """
     for declared in options_of(Settings):
         if declared.name == "engine":
@@ -56,13 +56,13 @@ def make_settings(
     """Make the settings of a search.
 
     Args:
-        values: from the user, by name of setting; options of searches and places by keyword.
-        given: the user's word for each value.
+        values: the user's values, by name of setting; options of methods and places by keyword.
+        given: the flag or keyword of each value, for messages.
         keeps_batch: use the defaults of `dsat tune`: throughput at the user's global batch.
-        search_options: arguments of a registered search without declared options.
+        search_options: more arguments of the search, which need no declared option.
 
     Raises:
-        UserInputError: values do not go together.
+        UserInputError: the method or an option of it is unknown, or values contradict each other.
     """
     left = dict(values)
     method = left.get("method", DEFAULT_METHOD)

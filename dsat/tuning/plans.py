@@ -1,4 +1,4 @@
-"""From settings and an experiment to the plan of a search."""
+"""Make and check the plan of a search from its settings and the experiment."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def make_plan(
     """Make the plan of a search.
 
     Args:
-        slots: devices of a trial.
-        args: of the script, which may contain batch sizes.
+        slots, device: number of devices of a trial, and their name; empty if unknown.
+        args: arguments of the script, which may contain batch sizes.
         known: fields of `Plan` that hosts, script and DeepSpeed decide: `switches`,
             `listed_switches`, `offload_helps`, `slots_per_host` and `defaults`.
     """
@@ -87,9 +87,9 @@ def make_plan(
 
 
 def drop_faulty_stages(plan: Plan, version: str | None, *, is_listed: bool) -> Plan:
-    """Remove stages from a plan whose training is wrong or fails in a DeepSpeed version.
+    """Exclude stages that a DeepSpeed version trains wrongly or not at all; log warnings.
 
-    If the user named the stages (`is_listed`), none is removed.
+    The stage of the user's configuration stays; if the user listed stages (`is_listed`), all stay.
     """
     config, gas = plan.config({}), plan.own_batch.gas
     own = hazards.find(version, training_with(config, gas, plan), *hazards.KINDS)
@@ -112,7 +112,7 @@ def drop_faulty_stages(plan: Plan, version: str | None, *, is_listed: bool) -> P
 
 
 def check(settings: Settings) -> None:
-    """Raise UserInputError for settings that no script and no device could make right."""
+    """Raise UserInputError for settings that are wrong for every script and device."""
     _expand_names(settings, {})
     _check_metric(settings)
     given = settings.train_batch_size
@@ -132,10 +132,10 @@ def _global_batch(
     """Return the global batch size of all configurations; None if it is free.
 
     Args:
-        is_listed: the user lists accumulation steps, which change it.
+        is_listed: the user lists accumulation steps, which change the global batch.
 
     Raises:
-        UserInputError: it is fixed, but the script controls accumulation.
+        UserInputError: the user sets the batch or lists accumulation, which the script controls.
     """
     given = settings.train_batch_size
     is_asked = "train_batch_size" in settings.given
@@ -163,7 +163,7 @@ def _data_parallel(
 ) -> int:
     """Return `BatchRule.data_parallel`.
 
-    With a global batch, all data-parallel sizes must divide it.
+    If parallelism is tuned, the largest data-parallel size must divide a fixed global batch.
     """
     largest = parallelism.of_config(base).data(slots)
     if any(key in tuned for key in PARALLELISM):
@@ -172,20 +172,20 @@ def _data_parallel(
 
 
 def _measured(settings: Settings, experiment: Experiment, device: str) -> dict[str, Any]:
-    """Return program and measured steps, which must not change when a run resumes."""
+    """Return the program, measured steps and device, which must stay the same on resuming."""
     program = {
         "entrypoint": experiment.entrypoint,
         "hparams": _other_hparams(experiment),
         "arg_mappings": dict(experiment.arg_mappings),
     }
     steps = [settings.start_profile_step, settings.end_profile_step, settings.max_profile_steps]
-    # A digest, because an entrypoint or a hyperparameter may be a credential.
+    # The program is a digest, because an entrypoint or a hyperparameter may contain a credential.
     known = {"device": device} if device else {}
     return {"program": ds_config.fingerprint(program), "steps": steps, **known}
 
 
 def _check_metric(settings: Settings) -> None:
-    """Raise UserInputError for a metric that the search or its trials cannot compare."""
+    """Raise UserInputError for a metric that the method or a searched switch does not support."""
     if SEARCHES[settings.method].needs_time and not METRICS[settings.metric].of_time:
         raise UserInputError(
             f"{settings.metric} is no time and no work over time, which {settings.method} predicts",
@@ -203,7 +203,7 @@ def _check_metric(settings: Settings) -> None:
 
 
 def _listed_switches(settings: Settings, args: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Return the switches that the user lists, with a flag's current value first."""
+    """Return the values of listed switches; first the flag's current value, or None."""
     found = {n: (None, *SWITCHES[n].values) for n in settings.tune if n.startswith(VARIABLE)}
     for name, values in settings.listed_switches.items():
         own: Any = None
@@ -215,7 +215,7 @@ def _listed_switches(settings: Settings, args: Sequence[str]) -> dict[str, tuple
 
 
 def find_launcher_switches(program: Entrypoint) -> dict[str, tuple[Any, ...]]:
-    """Return switches of DeepSpeed's launcher that the command leaves free."""
+    """Return switches of DeepSpeed's launcher that the command does not set."""
     launch = program.launch
     is_free = launch.passes_local_rank and not (launch.binds_cores or program.needs_command)
     return {BIND_CORES: (False, True)} if is_free else {}
@@ -224,18 +224,18 @@ def find_launcher_switches(program: Entrypoint) -> dict[str, tuple[Any, ...]]:
 def _expand_names(
     settings: Settings, defaults: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the settings of `--search` and `--keep`, with `all` expanded."""
+    """Return the settings of `--search` and `--keep`, with `all` expanded; check both."""
     missing = {k.key for k in SETTINGS if defaults and k.path not in defaults}
     absent = sorted(missing & set(settings.tune))
     if absent and set(settings.tune) != set(SETTING_NAMES):
         raise UserInputError(
             f"the installed DeepSpeed has no {', '.join(absent)}", where=settings.name_of("tune")
         )
-    # Scripts must be written for parallelism.
+    # Parallelism needs a script that is written for it.
     everything = tuple(name for name in SETTING_NAMES if name not in PARALLELISM)
     tune = everything if ALL in settings.tune else settings.tune
     fix = settings.fix
-    if ALL in fix:  # all but what is freed by its name
+    if ALL in fix:  # all except those that --search names
         fix = tuple(name for name in SETTING_NAMES if name not in settings.tune)
     both = sorted(set(tune) & set(fix))
     if both:
@@ -247,7 +247,7 @@ def _expand_names(
 
 
 def _other_hparams(experiment: Experiment) -> dict[str, Any]:
-    """Return the hyperparameters except the DeepSpeed configuration."""
+    """Return the hyperparameters except overrides and an inline DeepSpeed configuration."""
     inline = not isinstance(experiment.hparams[ds_config.CONFIG_KEY], str)
     left_out = {ds_config.OVERWRITE_KEY, *([ds_config.CONFIG_KEY] if inline else [])}
     return {name: value for name, value in experiment.hparams.items() if name not in left_out}
@@ -281,7 +281,7 @@ def _groups(rule: BatchRule) -> str:
 
 
 def find_script_switches(program: Entrypoint, given: Mapping[str, str]) -> dict[str, bool]:
-    """Return the script's own switches that can be searched, with the user's values."""
+    """Return activation checkpointing with the user's value, if the script has a flag for it."""
     flag = script_args.mappings_for(program.args, given).get(CHECKPOINTING)
     if flag is None:
         return {}
@@ -298,7 +298,7 @@ def _nvme_path(config: Mapping[str, Any]) -> str | None:
 
 
 def _kept_batch(settings: Settings, plan: Plan) -> str:
-    """Say that the global batch is kept by default, and what `any` would allow."""
+    """Return a note that the global batch is kept by default; empty if it is not."""
     size = plan.train_batch_size
     if size is None or "train_batch_size" in settings.given:
         return ""
@@ -314,7 +314,7 @@ def _kept_batch(settings: Settings, plan: Plan) -> str:
 
 
 def _name_without_effect(settings: Settings, plan: Plan) -> str:
-    """Name the settings of `--search` that cannot be searched."""
+    """Return a note on settings of `--search` that cannot be searched; empty without any."""
     searched = {key for branch in make_space(plan).branches for key, _ in branch.searched}
     of_deepspeed = {setting.key for setting in SETTINGS}
     names = [n for n in settings.tune if n in of_deepspeed and n not in searched]
@@ -327,6 +327,6 @@ def _name_without_effect(settings: Settings, plan: Plan) -> str:
 
 
 def make_notes(settings: Settings, plan: Plan) -> list[str]:
-    """Return notes on a plan that may surprise a user."""
+    """Return notes on consequences of a plan that may surprise the user."""
     notes = (_kept_batch(settings, plan), _name_without_effect(settings, plan))
     return [note for note in notes if note]

@@ -1,4 +1,4 @@
-"""Preparation of a run: read and check the user's input, and make a plan."""
+"""Preparation of a run: check the user's input, record the command, acquire hosts, plan."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class Prepared:
     Attributes:
         line: command line; None if started from Python.
         hosts: hosts of trials; this machine comes first if it is one of them.
-        section: the `autotuning` section of the user's DeepSpeed configuration, if any.
-        first: the user's own command, already running as the first trial.
-        began_s: start of the preparation and of the run's wall time, by `time.monotonic`.
+        section: enabled `autotuning` section of the user's DeepSpeed configuration, if any.
+        first: the user's command, already running as the first trial; None if it is not.
+        began_s: `time.monotonic` at the start of the preparation, which starts the run's wall time.
     """
 
     line: CommandLine | None
@@ -77,7 +77,7 @@ class Prepared:
         return [*plans.make_notes(self.settings, self.plan), *of_section]
 
     def after(self, run: Run) -> Prepared:
-        """Adapt the start of trials to what earlier trials of the run have shown."""
+        """Return a copy that avoids starting problems reported by earlier trials of the run."""
         shown = {warning for outcome in run.outcomes.values() for warning in outcome.warnings}
         settings, hosts, program = self.settings, self.hosts, self.program
         if FRESH_PROCESSES_ONLY in shown:
@@ -135,12 +135,12 @@ def _prepare(
             _log.info("--engine %s was detected (--engine local takes this machine alone)", engine)
     _check_before_running(settings, source, engine)
     _check_packages(settings, source)
-    # Before the devices are looked at: what is wrong with the command is shown at once.
-    # A resumed run is recorded too, to see how ranks start and what the script sets for `auto`.
+    # The command runs before the devices are inspected, so that its errors show at once.
+    # It runs in a resumed run too, to see how ranks start and what the script sets for `auto`.
     is_recorded = not settings.dry_run and engine == "local" and source.can_run_first()
     in_use: dict[str, str] = {}
     if is_recorded and not settings.resume:
-        in_use = accelerators.variables_of_memory_in_use()  # by others than the command
+        in_use = accelerators.variables_of_memory_in_use()  # by other processes than the command
         shown = shlex.join(hide_secrets_in_words(settings.command))
         _log.info("running your command as it is: %s", shown)
         first = source.first_run(settings.trial_options(1), settings.slots)
@@ -177,7 +177,7 @@ def _prepare(
 
 
 def _check_before_running(settings: Settings, source: Source, engine: str) -> None:
-    """Raise UserInputError for mistakes that need no run of the command."""
+    """Raise UserInputError for mistakes that show without running the command."""
     if settings.search_runner_config is not None:
         raise UserInputError(
             "is for a Determined cluster, and trials run on this machine",
@@ -208,7 +208,7 @@ def apply_section(
 ) -> tuple[Section | None, Settings]:
     """Read the `autotuning` section; return it, and the settings with its defaults.
 
-    `config_path` is that of the DeepSpeed configuration in the user's command, if any.
+    `config_path` is the path of the DeepSpeed configuration in the user's command, if any.
     """
     where = config_path or experiment.ds_config_name
     section = autotuning_section.read(experiment.ds_config, where=where)
@@ -216,14 +216,14 @@ def apply_section(
 
 
 def _check_results(section: Section | None) -> None:
-    """Check that the folders of an `autotuning` section can be written to."""
+    """Raise UserInputError if folders of an `autotuning` section cannot be written to."""
     for folder in (section.results_dir, section.exps_dir) if section is not None else ():
         if folder is not None:
             run_folders.check_can_be_made(folder, "Name another folder in the section.")
 
 
 def _check_settings(settings: Settings, source: Source) -> None:
-    """Raise UserInputError for wrong settings that need no run of the command."""
+    """Raise UserInputError for settings that are wrong whatever the command does."""
     plans.check(settings)
     slots = settings.slots or source.program.slots
     if slots is not None:
@@ -246,7 +246,7 @@ def _choose_slots(
     """Return the source with checked argument mappings, the hosts, and the devices of a trial.
 
     Raises:
-        UserInputError: the hosts cannot run such trials.
+        UserInputError: the hosts cannot run such trials, or mappings or the searcher are wrong.
     """
     program, available = source.program, all_slots(hosts, source.program)
     if program.needs_command and len(hosts) > 1:
@@ -270,7 +270,7 @@ def searcher_of_full_run(experiment: Experiment, *needed: str) -> Mapping[str, A
     """Return the experiment's searcher, which sets the length of its training.
 
     Raises:
-        UserInputError: a key is missing.
+        UserInputError: a key of `needed` is missing.
     """
     searcher: Mapping[str, Any] = experiment.config.get("searcher") or {}
     missing = [key for key in needed if key not in searcher]
@@ -295,7 +295,7 @@ def check_max_slots(settings: Settings, slots: int, *, where: str | None = None)
 def _check_slots(settings: Settings, hosts: Sequence[Host], slots: int) -> None:
     check_max_slots(settings, slots)
     if settings.engine not in ENGINE_NAMES:
-        return  # trials do not run on this machine
+        return  # an engine that the user registered may run trials elsewhere
     is_given = settings.command or "slots" in settings.given
     where = settings.name_of("slots") if is_given else "resources.slots_per_trial"
     check_slots(hosts, slots, where=where)

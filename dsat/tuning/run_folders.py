@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 def choose(settings: Settings, name: str, locks: ExitStack) -> Path:
-    """Return the folder of the run: a new one, or the one to continue."""
+    """Return the locked folder of the run: a new one, or the one to continue."""
     folder = check(settings, name) or _new_folder(_stem(name))
     locks.callback(FolderLock(folder).close)
     return folder
@@ -37,7 +37,7 @@ def check(settings: Settings, name: str) -> Path | None:
     """Check and return the folder that the settings name; None for a new one.
 
     Raises:
-        UserInputError: the folder holds another run, or none to resume, or cannot be made.
+        UserInputError: the folder holds another run, has none to resume, or cannot be written to.
     """
     folder = settings.run_dir
     if settings.resume:
@@ -59,7 +59,7 @@ def check(settings: Settings, name: str) -> Path | None:
 
 
 def _find_run(folder: Path | None, name: str) -> Path:
-    """Return the folder of the run to resume: the given one, or the newest of an experiment."""
+    """Return the folder of the run to resume: `folder`, or the newest run called `name`."""
     if folder is not None:
         if not _can_resume(folder):
             raise UserInputError("holds no run to resume on this machine", where=str(folder))
@@ -73,7 +73,7 @@ def _find_run(folder: Path | None, name: str) -> Path:
 
 
 def _can_resume(folder: Path) -> bool:
-    """Return whether a folder holds a run of this machine; a damaged journal is reported later."""
+    """Return whether a folder holds a run that no cluster ran; damage is reported later."""
     if not (folder / FILE_NAME).exists():
         return False
     try:
@@ -98,7 +98,7 @@ def _numbers(stem: str) -> list[int]:
     return [
         int(suffix)
         for path in RUNS_FOLDER.glob(f"{glob.escape(stem)}-*")
-        # Not every digit is a decimal one (²), and no number of ours has so many.
+        # `isdigit` also accepts ², and no run has a number of ten digits.
         if re.fullmatch("[0-9]{1,9}", suffix := path.name[len(stem) + 1 :])
     ]
 
@@ -120,7 +120,7 @@ def earlier_runs(folder: Path, plan: Plan, info: Mapping[str, Any]) -> list[Run]
     """Return earlier runs in a folder, whose trials may be reused.
 
     The journal is set aside if the run has errors to retry, or if it is unfinished and its script
-    or software changed. A new journal then reuses the trials that still count.
+    or software changed. The run's next journal then reuses the trials that are still valid.
     """
     journal = folder / FILE_NAME
     run = history.read_run(journal) if journal.exists() else Run()
@@ -142,7 +142,7 @@ def earlier_runs(folder: Path, plan: Plan, info: Mapping[str, Any]) -> list[Run]
 
 
 def _set_aside(journal: Path) -> None:
-    """Copy a journal, then empty it; at any moment a journal can be resumed."""
+    """Copy a journal, then empty it; a kill in between leaves a run that can resume."""
     number = 1
     while (aside := journal.with_name(f"{journal.stem}-{number}.jsonl")).exists():
         number += 1
@@ -157,10 +157,10 @@ def _is_over(run: Run, plan: Plan) -> bool:
 
 
 def _has_errors_to_retry(run: Run) -> bool:
-    """Return whether a run without a result, or without finals, has errors to retry.
+    """Return whether failed trials of a run should be retried.
 
-    If some trial ran, other kinds of failures would repeat: refusals by DeepSpeed, timeouts, out of
-    memory, a loss that is not finite.
+    Without a result, all except device OOM are. With one, only errors are, before the finals begin
+    and the run ends: refusals by DeepSpeed, timeouts, OOM and non-finite losses would repeat.
     """
     kinds = {outcome.kind for outcome in run.outcomes.values()}
     if run.best is None:

@@ -1,11 +1,11 @@
-"""The settings of a search, with the declaration of every option.
+"""The settings of a search, each declared with its option.
 
-Options of a single search or place are declared beside it (`dsat.search.base.Search.options`,
+Options of a single method or place are declared with it (`dsat.search.base.Search.options`,
 `dsat.engines.places.base.Provider.options`).
 
 The parser and its help (`dsat.cli.parser`), the keywords of the Python API (`dsat.api`) and the
 tables of options in the documents follow from these declarations. A setting that is also a field of
-`dsat.space.plan.Plan` decides trials: a run is resumed with the same value only.
+`dsat.space.plan.Plan` must be the same on resuming, except `max_trials` and `finals`.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from dsat.space.plan import BY_SIMULATION, MEMORY_MODELS
 from dsat.values.objective import METRIC_NAMES
 from dsat.values.trial import TrialOptions
 
-TUNE, RUN = "tune", "run"  # commands that leave the method to `--method`
+TUNE, RUN = "tune", "run"  # commands with an option `--method`
 DEFAULT_METHOD = "model"
-ALL = "all"  # in the place of a list of settings of DeepSpeed
+ALL = "all"  # stands for all settings in --search and --keep
 
 
 def _setting(value: Any) -> str:
@@ -59,17 +59,17 @@ class Settings(Target):
     """The settings of a search.
 
     Attributes:
-        search_options: the method's options, by parameter of the search.
-        place_options: the user's options of the place of the hosts, by keyword.
-        given: what the user wrote for a setting (a flag, a keyword, a key of the `autotuning`
-            section), by its name; settings that are absent have their default.
+        search_options: values of the method's options, by parameter of the search's constructor.
+        place_options: options of the hosts' place that the user set, by keyword.
+        given: where the user set a setting (a flag, a keyword, or a key of the `autotuning`
+            section), by name of the setting; those that the user did not set are absent.
     """
 
     method: str = option(
         "--method",
         kind=WORD,
         default=DEFAULT_METHOD,
-        shell_only=True,  # a named argument there
+        shell_only=True,  # the Python API has a named argument for it
         group=Group.FIRST,
         help="how to search",
     )
@@ -355,7 +355,7 @@ class Settings(Target):
             )
 
     def name_of(self, setting: str) -> str:
-        """Return the user's word for a setting, or its flag."""
+        """Return the flag, keyword or key that set a setting; by default its flag."""
         return self.given.get(setting) or _FLAGS[setting]
 
     def trial_options(self, own_micro_batch: int) -> TrialOptions:

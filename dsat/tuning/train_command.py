@@ -33,7 +33,7 @@ from dsat.values.trial import Trial
 
 
 def make_line(ready: Prepared, run: Run, folder: Path) -> str:
-    """Return the command that trains with the best configuration, with its `cd`."""
+    """Return a shell command with `cd`, or a Python call, to train with the best configuration."""
     command = make_command(ready, run, folder / summary.BEST_CONFIG_FILE)
     if command is not None:
         program = ready.after(run).program
@@ -54,7 +54,7 @@ def make_line(ready: Prepared, run: Run, folder: Path) -> str:
 
 
 def find_program(name: str) -> str:
-    """Return a program's name; its path if PATH leads to another environment."""
+    """Return a program's name, or its path here if PATH leads to another environment."""
     here, found = Path(sys.executable).parent, shutil.which(name)
     if not (here / name).exists():
         return name
@@ -65,7 +65,8 @@ def find_program(name: str) -> str:
 def make_command(ready: Prepared, run: Run, config: Path) -> str | None:
     """Return the command that trains with the best configuration in the model's folder.
 
-    None if only dsat can: a switch has no flag, or training needs Determined or several hosts.
+    None without a best trial, or if only dsat can train it: a switch has no flag, the command takes
+    no configuration, or training needs Determined or several hosts.
     """
     ready, best = ready.after(run), run.best
     slots, needs_task = ready.plan.slots_per_trial, "determined" in str(ready.experiment.entrypoint)
@@ -85,7 +86,7 @@ def make_command(ready: Prepared, run: Run, config: Path) -> str | None:
 
 
 def write_own_files(ready: Prepared, run: Run, folder: Path) -> None:
-    """Write copies of the user's configuration files, with the best configuration."""
+    """Write copies of the user's configuration files that contain the best configuration."""
     if run.best is None:
         return
     config = folder / summary.BEST_CONFIG_FILE
@@ -127,7 +128,7 @@ def _base_words(
 
 
 def _needs_dsat(ready: Prepared, run: Run, best: Trial) -> bool:
-    """Return whether the best changes something without flag, file, variable or option."""
+    """Return whether no flag, file, variable or option sets some change of the best trial."""
     own, program = own_switches(run), ready.program
     if switches.OF_CODE.keys() & set(run.outcomes[best.id].warnings):
         return True
@@ -150,7 +151,7 @@ def _needs_dsat(ready: Prepared, run: Run, best: Trial) -> bool:
 
 def _launcher(ready: Prepared, program: Entrypoint, best: Mapping[str, Any]) -> list[str]:
     slots = str(ready.plan.slots_per_trial)
-    own = program.interpreter  # in whose environment the launchers of the PATH are not
+    own = program.interpreter  # its environment's launchers are not on PATH
     if not program.launch.passes_local_rank:
         launcher = [own, "-m", "torch.distributed.run"] if own else [find_program("torchrun")]
         return [*launcher, "--standalone", f"--nproc-per-node={slots}"]
@@ -194,8 +195,8 @@ def _form_of(program: Entrypoint) -> Form | None:
 def runs_own_command(program: Entrypoint, slots: int) -> bool:
     """Return whether the printed command is the user's own, with other arguments.
 
-    Otherwise it is a launcher with the script. The user's command must start as many ranks as a
-    trial has, and take the arguments at its end or from a file.
+    Otherwise a launcher starts the script. The user's command must be one that trials run again; or
+    start all ranks, take arguments at its end or by file, and not be just `python` with the script.
     """
     _, command = _own_command(program)
     if program.needs_command or not command:
@@ -221,7 +222,7 @@ def _ends_with(command: Sequence[str], args: tuple[str, ...]) -> bool:
 def reproduce_conditions(machine: Machine, slots: int, *, memory_is_limited: bool) -> list[str]:
     """Return words before a command that reproduce the conditions of trials on a CPU.
 
-    These are one thread per rank, the same cores, and malloc's settings under a memory limit.
+    These set one thread per rank, the same cores, and malloc's settings under a memory limit.
     """
     if not machine.is_cpu:
         return []
@@ -234,7 +235,7 @@ def reproduce_conditions(machine: Machine, slots: int, *, memory_is_limited: boo
 
 
 def _variables(ready: Prepared, best: Trial, config: Mapping[str, Any]) -> list[str]:
-    """Return shell assignments of variables that trials have and this shell lacks."""
+    """Return shell assignments of variables that trials have and this shell may lack."""
     machine, program, slots = ready.machine, ready.program, ready.plan.slots_per_trial
     given = {**os.environ, **ready.experiment.env, **program.env}
     own = _own_command(program)[0] if runs_own_command(program, slots) else program.env

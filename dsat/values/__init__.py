@@ -1,4 +1,4 @@
-"""Frozen values that all parts exchange: trials, outcomes, objectives, ZeRO strategies.
+"""Values that all parts exchange (trials, outcomes, objectives), and helpers for text and files.
 
-They import the standard library only, and do no I/O but `files`, which writes atomically.
+Only `files`, `hazards` and `host_limits` do I/O. `hazards` needs packaging, and `student` numpy.
 """

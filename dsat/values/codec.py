@@ -1,7 +1,7 @@
 """Conversion between dataclasses and JSON, for everything that outlives a process.
 
-A missing field gets its default and an unknown one is ignored, so that earlier and later versions
-read each other's files. A value of the wrong type is an error that names its place.
+A missing field gets its default and an unknown field is ignored, so that earlier and later versions
+read each other's files. `DecodeError` names the wrong value, or a missing field without default.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class DecodeError(ValueError):
     """Invalid recorded value.
 
     Args:
-        where: the path to it (`outcome.metrics.latency`).
+        where: path to the value (`outcome.metrics.latency`); empty for the whole value.
     """
 
     def __init__(self, where: str, problem: str) -> None:
@@ -102,7 +102,7 @@ _NAMES = {
 
 
 def _checked(kind: Any, data: Any, where: str) -> Any:
-    # JSON has one kind of number; to Python, true and false are integers.
+    # JSON does not distinguish integers and floats; in Python, booleans are integers.
     accepted = (int, float) if kind is float else kind
     if not isinstance(data, accepted) or (isinstance(data, bool) and kind is not bool):
         raise DecodeError(where, f"must be {_NAMES[kind]}, not {printable(repr(data), 80)}")

@@ -1,4 +1,4 @@
-"""Files that survive a kill at any moment."""
+"""Atomic and private writing of files, which a kill cannot leave half-written; caches; digests."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
 
 
 def cache_folder(name: str) -> Path:
-    """Return the cache folder for answers of one kind; it may not exist yet."""
+    """Return dsat's cache folder of this name, which may not exist yet."""
     base = os.environ.get("XDG_CACHE_HOME") or home() / ".cache"
     return Path(base) / "dsat" / name
 
 
 def home() -> Path:
-    """Return the user's home folder; the root, as in containers, for a user without one."""
+    """Return the user's home folder; `/` for a user without one, as in containers."""
     found = os.path.expanduser("~")
     return Path(found if os.path.isabs(found) else "/")
 
 
 def sync_folder(folder: Path) -> None:
-    """Make new names in a folder durable."""
+    """Flush a folder to disk, so that new names of files survive a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -47,11 +47,11 @@ def remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def written_atomically(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, which replaces a file or folder at the end.
+    """Yield a temporary path; when the context ends, the file or folder there replaces `path`.
 
-    On failure the temporary path is removed, and a system error names the file to be replaced.
+    On failure the temporary path is removed, and an OSError names `path`.
     """
-    # A character has at most 4 bytes, and a name 255.
+    # A character has at most 4 bytes, and a file name at most 255 bytes.
     temporary = path.with_name(f".{path.name[:50]}.{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         yield temporary
@@ -62,14 +62,14 @@ def written_atomically(path: Path) -> Iterator[Path]:
                 remove(left)
         if isinstance(error, OSError) and error.errno is not None:
             error.filename = str(path)
-            del error.filename2  # None would be shown
+            del error.filename2  # else the message would show None
         raise
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the contents of a file, which only its owner can read.
+    """Replace the contents of a file, and let only its owner read the file.
 
-    A reader sees either the old text or the new one. On failure the old file stays.
+    A reader sees either the old text or the new text. On failure the old file stays.
     """
     with written_atomically(path) as temporary, open_private(temporary) as file:
         file.write(text)
@@ -79,7 +79,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def digest(path: Path) -> str:
-    """Return a digest of a file's contents; empty if it cannot be read."""
+    """Return 16 hex digits of the SHA-256 of a file's contents; empty if it cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
     except OSError:
@@ -87,14 +87,14 @@ def digest(path: Path) -> str:
 
 
 def write_cache(path: Path, text: str) -> None:
-    """Write a file of a cache and create its folder, ignoring errors of the file system."""
+    """Write a cache file and create its folder; ignore errors of the file system."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(PRIVATE_FOLDER, parents=True, exist_ok=True)
         write_atomically(path, text)
 
 
 def open_private(path: Path) -> TextIO:
-    """Open a new file that only its owner can read, replacing an older one.
+    """Open a new file that only its owner can read, replacing an existing file.
 
     Surrogates, which stand for invalid bytes in arguments and file names, are written as bytes.
     """

@@ -25,14 +25,14 @@ def metric(name: str, value: float | None, digits: int = 4) -> str:
 
 
 def prefixed(value: float, digits: int = 4) -> str:
-    """Return a number with a prefix for the unit that follows: `312.4 T`."""
+    """Return a number with an SI prefix, to which the caller appends a unit: `312.4 T`."""
     rounded = float(f"{value:.{digits}g}")
     size, prefix = next((pair for pair in _PREFIXES if rounded >= pair[0]), (1.0, ""))
     return f"{rounded / size:.{digits}g} {prefix}"
 
 
 def change(name: str, before: float | None, after: float | None) -> str:
-    """Return a change, `100 -> 142 samples/s`; a time is preceded by its metric's name."""
+    """Return a change, `100 -> 142 samples/s`; a metric in ms is preceded by its name."""
     first, second = metric(name, before, digits=3), metric(name, after, digits=3)
     number, _, its_unit = first.partition(" ")
     if its_unit and second.endswith(f" {its_unit}"):
@@ -41,7 +41,7 @@ def change(name: str, before: float | None, after: float | None) -> str:
 
 
 def memory(size_bytes: float | None, *, whole: bool = False) -> str:
-    """Return a size of memory, `1.23 GiB`, or `24 GiB` if `whole`; a dash for None."""
+    """Return a size in KiB, MiB or GiB: `1.23 GiB`, or `24 GiB` if `whole`; a dash for None."""
     if size_bytes is None:
         return "-"
     if 0 < size_bytes < 2**20:
@@ -88,7 +88,7 @@ def setting(value: Any) -> str:
 
 
 def outcome(result: Outcome, metric_name: str) -> str:
-    """Return one line on the end of a trial, with its metric unless it only profiled."""
+    """Return one line on the end of a trial: its metric, or how it ended if none was measured."""
     if result.metrics is None or (result.profile and result.metrics.num_steps <= 1):
         message = printable(result.message, _MOST_OF_A_MESSAGE)
         return f"{result.kind.value}: {message}" if message else result.kind.value

@@ -1,4 +1,4 @@
-"""Known faults of DeepSpeed versions: `hazards.json`, and which trainings meet them."""
+"""Known faults of DeepSpeed versions (`hazards.json`), and which trainings they affect."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ class Hazard:
     """A fault of some DeepSpeed versions.
 
     Attributes:
-        versions: versions that have it, as a specifier.
-        kind: wrong `GRADIENTS`, only their `NORM` is reported wrongly, `SLOW` or `FAILS`.
-        stages, precisions: where it occurs; any precision if empty.
-        good: the first version known to be without it.
-        sources: threads, `owner/name#number`.
-        accumulates, several_ranks, on_cpu: needs accumulation, several ranks, processor cores.
-        setting: path and value of the setting that it needs.
+        versions: affected versions, as a specifier.
+        kind: `GRADIENTS` are wrong, only their reported `NORM` is wrong, `SLOW` or `FAILS`.
+        stages, precisions: where it occurs; in any precision if empty.
+        good: the first version known not to have it.
+        sources: GitHub threads, `owner/name#number`.
+        accumulates, several_ranks, on_cpu: whether it needs accumulation, several ranks, CPU cores.
+        setting: path and value of the setting that it needs; empty if it needs none.
         unseen: a further condition, which the configuration does not show.
-        checked: results of dsat's own trainings with such versions.
+        checked: results of dsat's own trainings with affected versions.
         pair_s: seconds that each pair of trained parameters adds to a backward pass.
     """
 
@@ -76,7 +76,7 @@ class Hazard:
 
     @property
     def condition(self) -> str:
-        """Description of the condition."""
+        """Description of the trainings that it affects."""
         parts = [f"stage{'s' * (len(self.stages) > 1)} {', '.join(map(str, self.stages))}"]
         parts += self.precisions
         parts += ["gradient accumulation"] * self.accumulates
@@ -86,7 +86,7 @@ class Hazard:
         return ", ".join([*parts, *([f"if {self.unseen}"] if self.unseen else [])])
 
     def describe(self, version: str) -> str:
-        """Return a sentence on this hazard of a version."""
+        """Return sentences on this hazard in a version, and on an unaffected version."""
         sources = f" ({', '.join(self.sources)})" if self.sources else ""
         return (
             f"DeepSpeed {version} in {self.condition}: {self.effect}{sources}. "
@@ -102,13 +102,13 @@ def table() -> tuple[Hazard, ...]:
 
 
 def version_in(software: str) -> str | None:
-    """Return the DeepSpeed version in a list of software (`Machine.software`); None if missing."""
+    """Return the DeepSpeed version in `Machine.software`, a list as text; None if missing."""
     found = re.search(r"\bdeepspeed (\S+)", software)
     return found[1] if found else None
 
 
 def of_version(version: str | None) -> list[Hazard]:
-    """Return the hazards of a DeepSpeed version; none if it is unknown."""
+    """Return the hazards of a DeepSpeed version; empty if the version is unknown."""
     try:
         known = Version(version or "").public
     except InvalidVersion:
@@ -117,12 +117,12 @@ def of_version(version: str | None) -> list[Hazard]:
 
 
 def find(version: str | None, training: Training, *kinds: str) -> list[Hazard]:
-    """Return the hazards of some kinds that a training meets, or may meet (`Hazard.unseen`)."""
+    """Return the hazards of these kinds that affect a training, or may (`Hazard.unseen`)."""
     return [h for h in of_version(version) if h.kind in kinds and h.hits(training)]
 
 
 def unaffected_version(found: Iterable[Hazard]) -> str:
-    """Return the earliest version without any known fault, from those without some faults on."""
+    """Return the first `good` version that fixes `found` and has no known fault, or the latest."""
     least = max((Version(h.good) for h in found), default=Version("0"))
     known = sorted({Version(h.good) for h in table()})
     return str(next((v for v in known if v >= least and not of_version(str(v))), known[-1]))

@@ -1,6 +1,6 @@
 """Processor cores and memory of this host, within the limits of a container or of Slurm.
 
-Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1.
+Sources: Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-# Processor time allowed to a group per period, and the period.
+# Files with the processor time that a group may use per period, and the period.
 _CPU_V2, _CPU_V1 = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-# Limits (processes beyond `memory.high` are throttled), usage, and the field of `memory.stat` that
-# counts cached files, which the kernel reclaims first.
+# Files with limits (beyond `memory.high`, processes are throttled) and usage, and the field of
+# `memory.stat` that counts cached files, which the kernel reclaims first.
 _MEMORY_V2 = ("memory.max", "memory.high"), "memory.current", "inactive_file"
 _MEMORY_V1 = ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
 
@@ -22,27 +22,27 @@ _MEMORY_V1 = ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactiv
 def usable_cores() -> list[int]:
     """Return the hardware threads that this process may use.
 
-    A quota of processor time limits their number; the first ones are returned.
+    A quota of processor time limits their number; then the first threads are returned.
     """
     threads = sorted(os.sched_getaffinity(0))
     return threads[: max(1, min(_cpu_quotas(), default=len(threads)))]
 
 
 def total_bytes() -> int:
-    """Return the total memory in bytes."""
+    """Return the smallest of the host's memory and its limits, in bytes."""
     return min([_meminfo_bytes("MemTotal"), *(limit for limit, _ in _memory_limits())])
 
 
 def available_bytes() -> int:
-    """Return the memory in bytes that can be allocated without swapping."""
+    """Return the memory in bytes that this process can allocate without swapping."""
     rooms = [max(0, limit - used) for limit, used in _memory_limits()]
     return min([_meminfo_bytes("MemAvailable"), *rooms])
 
 
 def _cpu_quotas() -> Iterator[int]:
-    """Yield the whole cores that each control group may use; none without a limit."""
+    """Yield the number of whole cores of each control group that has a quota."""
     for folder, is_v2 in _control_groups("cpu"):
-        with contextlib.suppress(OSError, ValueError):  # `max` is no number
+        with contextlib.suppress(OSError, ValueError):  # `max` means no quota
             texts = [(folder / name).read_text() for name in (_CPU_V2 if is_v2 else _CPU_V1)]
             quota, period = map(int, " ".join(texts).split())
             if quota > 0:
@@ -50,11 +50,11 @@ def _cpu_quotas() -> Iterator[int]:
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """Yield limit and usage of each control group of this process that has a limit."""
+    """Yield each limit of this process's control groups, with the usage without cached files."""
     for folder, is_v2 in _control_groups("memory"):
         limits, usage, cached = _MEMORY_V2 if is_v2 else _MEMORY_V1
         for limit in limits:
-            with contextlib.suppress(OSError, ValueError):  # `max` is no number
+            with contextlib.suppress(OSError, ValueError):  # `max` means no limit
                 most = int((folder / limit).read_text())
                 used = int((folder / usage).read_text())
                 yield most, used - _stat_bytes(folder / "memory.stat", cached)
@@ -72,9 +72,9 @@ def _stat_bytes(path: Path, name: str) -> int:
 
 
 def _control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's groups, from its own up to the root, and whether v2.
+    """Yield the folder of this process's control group and of those above it, and whether it is v2.
 
-    `controller` is its name in version 1.
+    `controller` selects the hierarchy in version 1; version 2 has only one.
     """
     try:
         lines = (PROC / "self" / "cgroup").read_text().splitlines()
@@ -89,7 +89,7 @@ def _control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
         else:
             continue
         own = root / path.strip("/")
-        # Within a container the path may be the host's, of which only the root can be seen.
+        # In a container the path may be the host's. Then only the root folder exists.
         for folder in (own, *own.parents):
             yield folder, not controllers
             if folder == root:

@@ -1,4 +1,4 @@
-"""Outcome of a trial: its end, its measurements, and facts about the model."""
+"""Outcome of a trial: how it ended, its measurements, and facts about the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsat.values.text import MOST_OF_A_LOG, printable
 
 
 class OutcomeKind(str, enum.Enum):
-    """Kind of a trial's end."""
+    """How a trial ended."""
 
     OK = "OK"
     OOM = "OOM"
@@ -55,9 +55,9 @@ class Metrics(Recorded):
         latency, forward, backward, step: ms per optimizer step, summed over its micro steps.
         FLOPS_per_gpu: model FLOP/s per device without recomputation; None if not counted.
         ci95: half-width of the 95 % confidence interval of `latency`, as a fraction of it.
-        accidents: number of outliers, which the figures above exclude: steps that something else
-            on the host slowed down.
-        lost_to_accidents: their excess time, as a fraction of the time of all other steps.
+        accidents: number of outliers, steps that other work on the host slowed down. The figures
+            above exclude them.
+        lost_to_accidents: excess time of the outliers, as a fraction of the other steps' time.
         tokens_per_second: over all devices, without masked padding; None if the model's inputs are
             not sequences of tokens.
         data: ms per optimizer step in which the rank only waited for a PyTorch data loader.
@@ -82,7 +82,7 @@ class Metrics(Recorded):
         return self.ci95 / student.half_width(0.95, max(1, self.num_steps - 1))
 
     def at_least_as_uncertain(self, standard_error: float) -> Metrics:
-        """Return these metrics with an interval no narrower than this standard error implies."""
+        """Return these metrics with an interval at least as wide as `standard_error` implies."""
         least = standard_error * student.half_width(0.95, max(1, self.num_steps - 1))
         return self if self.ci95 >= least else replace(self, ci95=least)
 
@@ -99,8 +99,8 @@ class MemoryUse:
         allocated_bytes, reserved_bytes: by the device's allocator, by phase (`init`, `forward`,
             `backward`, `step`); empty on a CPU.
         host_rss_bytes: largest resident set of a rank, by phase.
-        context_bytes: memory of a rank besides its tensors: the context and libraries of a device;
-            on a CPU, the resident set before the model was built.
+        context_bytes: memory besides the allocator's: context and libraries of a CUDA device (0 for
+            other accelerators); on a CPU, the resident set before the model was built.
         data_bytes: on a CPU with a memory limit, the peak that counted against the limit since the
             model was built; otherwise 0.
     """
@@ -113,7 +113,7 @@ class MemoryUse:
 
     @property
     def is_exact(self) -> bool:
-        """Return whether an allocator counted; a resident set misses pages not yet written."""
+        """Return whether the peak was counted; a resident set misses pages not yet written."""
         return bool(self.allocated_bytes or self.data_bytes)
 
     @property
@@ -125,7 +125,7 @@ class MemoryUse:
 
     @property
     def peak(self) -> int:
-        """Largest of the phases; 0 if nothing was measured."""
+        """`data_bytes` or, if that is 0, the largest phase; 0 if nothing was measured."""
         return self.data_bytes or max(self.by_phase.values(), default=0)
 
 
@@ -160,26 +160,26 @@ class OwnOptimizer:
 
 @dataclass(frozen=True)
 class ModelProfile(Recorded):
-    """Facts about the model and the devices, from the first trial.
+    """Facts about the model and the devices, from the first trial that succeeds.
 
     Attributes:
-        num_params, trainable_params: of the whole model, before partitioning.
+        num_params, trainable_params: counts for the whole model, before partitioning.
         param_bytes: bytes of one parameter in the forward pass (2 for bf16 and fp16).
         activation_bytes_per_sample: bytes that a device keeps for the backward pass, per sample of
             a micro batch.
-        flops_per_sample: forward and backward, without recomputation.
+        flops_per_sample: FLOPs of forward and backward pass, without recomputation.
         slot_memory_bytes: memory that a device may use.
-        largest_activation_bytes_per_sample: of the largest of those activations; 0 if unknown.
+        largest_activation_bytes_per_sample: size of the largest kept activation; 0 if unknown.
         host_memory_bytes: host memory per rank of a trial that runs there alone; 0 if unknown, or
             if the device is the host.
-        batch_dimensions: dimension of the samples in each input of the model, by its place among
-            the inputs (`1.input_ids`); only where it is certain.
-        device_name: as the driver names the device; empty if it has no name.
+        batch_dimensions: dimension of the samples in each input of the model, by place of the input
+            (`1.input_ids`); only where it is certain.
+        device_name: name of the device in its driver; empty if it has none.
         fed_instead: `micro_batch` of this trial, and the `rows` that all inputs had instead; empty
             if they had `micro_batch` rows, or differed from each other.
-        parallelism: of the trial that measured these facts.
+        parallelism: parallelism of the trial that measured these facts.
         attention_heads: None if the model's configuration has no such field.
-        hidden_size: by which a Trainer replaces "auto" sizes; None if it is not known.
+        hidden_size: size from which a Trainer computes "auto" sizes; None if unknown.
     """
 
     num_params: int
@@ -208,7 +208,7 @@ class StepFacts:
     """Facts about a trial's optimizer steps.
 
     Attributes:
-        gas: gradient accumulation steps by the configuration.
+        gas: configured gradient accumulation steps.
         micro_steps: number of micro batches in most steps; 0 if unknown.
         late: the steps, counted from 1, that are `Metrics.accidents`.
         evaluated: fraction of the measured steps in which the model was also evaluated.
@@ -224,7 +224,7 @@ class StepFacts:
 
 @dataclass(frozen=True)
 class TrainingCurve:
-    """Losses of the first and the last optimizer steps of a trial, in order.
+    """Losses of a trial's first and last optimizer steps, in order.
 
     Attributes:
         steps: optimizer steps, counted from 1.
@@ -233,10 +233,10 @@ class TrainingCurve:
         skipped: steps that fp16 skipped because of an overflow.
         precision: the coarsest number format in use, one of `PRECISIONS`; empty if unknown.
         facts: facts about these steps; None in older journals.
-        gradient_norm: of the first step, over all parameters, before clipping; None if unknown.
-        compares_samples: whether the first loss is over pairs of samples, so that it depends on the
+        gradient_norm: norm of all gradients of the first step, before clipping; None if unknown.
+        compares_samples: whether the first loss compares pairs of samples, and thus depends on the
             micro batch.
-        deepspeed_version: installed where the trial ran; empty if unknown.
+        deepspeed_version: version of DeepSpeed where the trial ran; empty if unknown.
     """
 
     steps: tuple[int, ...] = ()
@@ -265,18 +265,18 @@ class SequenceLengths:
 
 @dataclass(frozen=True)
 class Outcome(Recorded):
-    """End of a trial, and its measurements.
+    """How a trial ended, and its measurements.
 
     Attributes:
         message: one line on what went wrong; empty for a successful trial.
         detail: the script's traceback, or the end of its log. All texts are made `printable`.
-        duration_s: from the launch to the outcome.
-        smaller_may_run: whether a smaller micro batch may run, because the data ran out.
-        most_samples: the largest micro batch for which the data suffice, with the trial's
+        duration_s: time from the launch to the outcome.
+        smaller_may_run: whether a smaller micro batch may run, because there were too few samples.
+        most_samples: the largest micro batch for which the samples suffice, with the trial's
             accumulation; None if unknown.
         fixed_batch: the number of samples that the script feeds regardless of the configured micro
             batch; None if it follows the configuration, or unknown.
-        batch_flag: the script's flag for that number, such as `--batch-size`; empty if none.
+        batch_flag: the script's flag for `fixed_batch`, such as `--batch-size`; empty if unknown.
         step_ms: latency of each measured step on the slowest rank, in ms.
         training: None for a trial that measured nothing.
         sequences: None if the model's inputs are not sequences of tokens.

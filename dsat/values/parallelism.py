@@ -12,7 +12,7 @@ TENSOR_SIZE, SEQUENCE_SIZE = "tensor_parallel.autotp_size", "sequence_parallel_s
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Numbers of devices that share a sample.
+    """Tensor-parallel and sequence-parallel sizes.
 
     The number of devices is data parallel x tensor parallel x sequence parallel.
 
@@ -57,7 +57,7 @@ class Parallelism:
         return f"{self.data(slots)} groups of {self.shared} devices ({self.label})"
 
     def data(self, slots: int) -> int:
-        """Return the data-parallel size, the number of groups that process different samples."""
+        """Return the data-parallel size: the number of groups of devices with different samples."""
         return max(1, slots // self.shared)
 
 

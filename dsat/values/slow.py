@@ -21,8 +21,8 @@ def logged(
 ) -> Iterator[None]:
     """Log an operation while it runs.
 
-    The first line appears after `LONG_S`, or immediately with `at_once`. Every `AGAIN_S` another
-    one tells the elapsed time and the hint.
+    The first line appears after `LONG_S`, or immediately with `at_once`. Then a line with the
+    elapsed time and the hint follows every `AGAIN_S`.
     """
     began_s, over = time.monotonic(), threading.Event()
 

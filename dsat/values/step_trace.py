@@ -45,7 +45,7 @@ class Collectives:
         kind: `all_gather`, `reduce_scatter`, `all_reduce`, or torch's name of another collective.
         stride: distance between neighbouring ranks of the group.
         overlapped: whether it runs on a separate stream, concurrently with the kernels.
-        bytes: of the whole gathered or reduced tensors, summed over all calls.
+        bytes: size of the whole gathered or reduced tensors, summed over all calls.
     """
 
     phase: str
@@ -64,7 +64,7 @@ class StepTrace(Recorded):
 
     Attributes:
         parameters: number of trainable parameter tensors; DeepSpeed hooks each of them.
-        model_flops: of a micro step, forward and backward, without recomputation.
+        model_flops: FLOPs of a micro step, forward and backward, without recomputation.
     """
 
     kernels: tuple[Kernels, ...]
@@ -75,9 +75,9 @@ class StepTrace(Recorded):
     model_flops: float
 
     def bytes_of(self, kind: str, phases: Sequence[str], *, last: bool = True) -> float:
-        """Return the bytes moved by kernels of one kind in the given phases.
+        """Return the bytes moved by kernels of one kind in the given phases of a micro step.
 
-        `last` selects the last micro step; False selects one of the others.
+        If `last`, of the last micro step; otherwise of one before it.
         """
         return sum(
             k.bytes * k.count
@@ -94,7 +94,7 @@ class StepTrace(Recorded):
 class ModelTrace:
     """Forward and backward pass of a model without DeepSpeed, traced at two micro batches.
 
-    FLOPs and bytes of a kernel are linear in the micro batch, so two traces give all others.
+    A kernel's FLOPs and bytes are linear in the micro batch: two traces determine all others.
     """
 
     small: StepTrace
@@ -106,14 +106,14 @@ class ModelTrace:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element in the number format of most FLOPs."""
+        """Bytes of an element in the number format that has the most FLOPs."""
         flops: defaultdict[int, float] = defaultdict(float)
         for k in self.small.kernels:
             flops[k.itemsize] += k.count * k.flops
         return max(flops, key=flops.__getitem__)
 
     def at(self, micro_batch: float) -> list[Kernels]:
-        """Return the kernels at another micro batch, by linear interpolation."""
+        """Return the kernels at a micro batch: a linear fit, or scaled `small` if shapes differ."""
         small, large = self.small, self.large
         pairs = list(zip(small.kernels, large.kernels, strict=False))
         if [_shape(one) for one, _ in pairs] != [_shape(other) for _, other in pairs]:

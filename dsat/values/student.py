@@ -1,4 +1,4 @@
-"""Student's t distribution by numpy, since containers of a cluster have no SciPy."""
+"""Student's t distribution with numpy alone, since a cluster's containers may lack SciPy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def half_width(level: float, freedom: int) -> float:
 
 
 def cdf(x: Any, freedom: int) -> Any:
-    """Return the cumulative distribution at the values of an array."""
+    """Return the cumulative distribution function at each value of an array."""
     import numpy as np
 
     return np.interp(np.arctan(x / math.sqrt(freedom)), *_table(freedom))
@@ -31,7 +31,7 @@ def cdf(x: Any, freedom: int) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _table(freedom: int) -> tuple[Any, Any]:
-    """Tabulate the distribution of a, where t = sqrt(n) tan(a); its density is cos(a)^(n-1)."""
+    """Tabulate the CDF of a, where t = sqrt(n) tan(a); a has a density of ~ cos(a)^(n-1)."""
     import numpy as np
 
     angles = np.linspace(-math.pi / 2, math.pi / 2, 4001)

@@ -1,4 +1,4 @@
-"""Tables of text cells, rendered as Markdown, on a terminal and in pages."""
+"""Tables of text cells, and their Markdown; other modules show them on terminals and in pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Table:
     Attributes:
         numbers: headings of right-aligned columns.
         names: headings of columns whose cells are never wrapped.
-        optional: headings of columns that a narrow terminal omits, in this order.
+        optional: headings of columns that a narrow terminal omits, in the order of omission.
     """
 
     headings: Sequence[str]
@@ -28,7 +28,7 @@ class Table:
         return replace(self, headings=[*self.headings[:at], *self.headings[at + 1 :]], rows=rows)
 
     def markdown(self) -> list[str]:
-        """Return the lines of a Markdown table, as tabulate's "pipe" format."""
+        """Return the lines of a Markdown table, like the "pipe" format of tabulate."""
         table = [[cell.replace("|", "\\|") for cell in row] for row in (self.headings, *self.rows)]
         widths = [max(len(column[0]) + 2, *map(len, column)) for column in zip(*table, strict=True)]
         right = [heading in self.numbers for heading in self.headings]

@@ -18,8 +18,8 @@ MOST_OF_A_LOG = 20_000
 # direction.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
-# Names of secrets: those of detect-secrets 1.5 (plugins/keyword.py), and of trackers, clouds and
-# databases. `key` alone is not one, since scripts have `--text_key` and `--sort_key`.
+# Names of secrets: from detect-secrets 1.5 (plugins/keyword.py), and of trackers, clouds and
+# databases. `key` alone does not count, since scripts have `--text_key` and `--sort_key`.
 _OF_WHAT = "access account api auth aws azure client comet db database encryption fernet gcp github"
 _OF_WHAT += (
     " google hf huggingface license master openai private s3 sas secret service signing ssh storage"
@@ -32,7 +32,7 @@ _WORD = rf"(?:(?:^|_)(?:token|pwd?|pat|auth|cookies?|dsn|credentials?|creds|{_KE
 _WORD += r"|(?:^|_)(?:bearer|jwt|amz_signature)|authtokens?|passcode"
 _WORD += r"|passwords?|passwd|passphrase|secrets?|apikeys?|connection_string)"
 _NAME_OF_SECRET = re.compile(rf"{_WORD}(?:_?(?:id|value|key|base64|b64|json))?$")
-# Tokens of a vocabulary, not of an account.
+# Names for tokens of a vocabulary, not of an account.
 _HARMLESS = re.compile(
     r"(?:^|_)(?:bos|eos|pad|unk|sep|cls|mask|max|min|num|new|next|special|stop|image|per|start|end"
     r"|prefix)_token$"
@@ -55,12 +55,12 @@ _SHOWN_SECRETS = (
     (re.compile(r"(?i)(\bauthorization[\"']?\s*[:=]\s*[\"']?basic\s+)[\w+/=-]+"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)(\bauthorization[\"']?[:=]\s*[\"']?)(?=\w*\d)[\w+/=-]{12,}"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)(\bbearer\s+)[\w.~+/=-]{8,}"), rf"\1{HIDDEN}"),
-    # Webhooks, which have the secret in their path.
+    # Webhooks, whose path is the secret.
     (
         re.compile(r"(hooks\.slack\.com/\w+/|discord(?:app)?\.com/api/webhooks/\d+/)[\w/-]+"),
         rf"\1{HIDDEN}",
     ),
-    # `invalid token hf4...`: something that looks like a key after a word for keys.
+    # `invalid token hf4...`: a word that looks like a key, after a name for keys.
     (
         re.compile(
             r"(?i)\b((?:token|password|passphrase|secret|api[ _-]?key)\s+"
@@ -97,7 +97,7 @@ def printable(text: str, most: int = MOST_OF_A_LINE) -> str:
     """Return a text that is safe to print and store, with secrets hidden.
 
     Args:
-        most: maximum number of characters; a longer text keeps its beginning and end.
+        most: maximum number of characters; of a longer text, beginning and end are kept.
     """
     if len(text) <= most:
         text = hide_secrets(_escape(text))
@@ -115,9 +115,9 @@ def is_secret(name: str, value: str = "") -> bool:
     """Return whether the name of a flag, variable or key denotes a secret.
 
     Args:
-        name: may be dotted.
-        value: its value; names such as `key`, `pass` and `tokens` denote a secret only if the
-            value looks like one.
+        name: the name, which may be dotted.
+        value: the named value; names that end in `_key`, `_pass` or `tokens` denote a secret also
+            if the value looks like a key. `true`, small numbers and the like are never secrets.
     """
     if _NO_SECRET.fullmatch(value):
         return False
@@ -176,7 +176,7 @@ def shell_line(words: Iterable[str]) -> str:
 
 
 def assignment(name: str, value: str, origin: str = "your command") -> str:
-    """Return a shell's assignment of a variable; a secret must be set in the shell."""
+    """Return `NAME=value` for a shell; a required shell variable stands for a secret value."""
     shown = f"{name}={value}"
     is_open = hide_secrets(shown) == shown and not (value and is_secret(name, value))
     return f"{name}={shlex.quote(value) if is_open else _required_variable(name, origin)}"
@@ -208,7 +208,7 @@ def hide_secrets_in_values(value: Any, names: tuple[str, ...] = ()) -> Any:
     """Return a JSON value with `***` in place of anything that looks like a secret.
 
     Args:
-        names: the keys on the path to it; any of them may denote a secret.
+        names: the keys on the path to the value; any of them may denote a secret.
     """
     if isinstance(value, Mapping):
         named = value.get("name")  # `{"name": "HF_TOKEN", "value": "hf_..."}`

@@ -1,4 +1,4 @@
-"""A trial: one run of the user's script under one configuration, and its options."""
+"""A trial (one run of the user's script under one configuration), its batch sizes and options."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dsat.values.codec import Recorded
 from dsat.values.outcome import StepFacts
 from dsat.values.parallelism import DATA_ONLY, Parallelism
 
-# Factor by which the minimum number of steps may exceed the time limit for measuring, since one or
-# two steps give no confidence interval.
+# Factor by which measuring the minimum number of steps may exceed the time limit, since one or two
+# steps give no confidence interval.
 FEWEST_MAY_TAKE = 3.0
 
 
@@ -32,7 +32,8 @@ class BatchTriple:
 
     Attributes:
         train_batch_size: samples of an optimizer step: micro batch x gas x data-parallel size.
-        micro_batch: samples per data-parallel group of devices and micro step.
+        micro_batch: samples of a micro step in each group of devices that shares samples.
+        gas: gradient accumulation steps.
     """
 
     train_batch_size: int
@@ -48,14 +49,14 @@ class BatchTriple:
     def on(
         cls, slots: int, parallelism: Parallelism, *, micro_batch: int, gas: int = 1
     ) -> BatchTriple:
-        """Return the batch sizes of a micro batch on a number of slots."""
+        """Return the batch sizes for a micro batch on a number of slots."""
         return cls(micro_batch * gas * parallelism.data(slots), micro_batch, gas, parallelism)
 
     def config(self) -> dict[str, int | None]:
         """Return the batch sizes under DeepSpeed's keys.
 
         The global batch size is None where devices share samples. DeepSpeed 0.19.8 checks it
-        against different group sizes in its engine and in stage 3; the Trainer uses a third one.
+        against different group sizes in its engine and in stage 3; the Trainer uses a third size.
         """
         is_plain = self.parallelism == DATA_ONLY
         return {
@@ -67,7 +68,7 @@ class BatchTriple:
 
 @dataclass(frozen=True, kw_only=True)
 class TrialOptions(Recorded):
-    """Measurement options and limits of the trials of a run.
+    """Measurement options and limits of a run's trials.
 
     Attributes:
         timeout_s: time limit of a trial, from its start on the devices.
@@ -75,8 +76,8 @@ class TrialOptions(Recorded):
         max_steps: limit on the steps while the confidence interval is too wide to tell whether the
             trial beats the best so far.
         slot_memory_bytes: memory that a device may use, if less than it has.
-        own_micro_batch: of the user's own configuration, to recognise a script that ignores its
-            trial's configuration.
+        own_micro_batch: micro batch of the user's own configuration, to recognise a script that
+            ignores its trial's configuration; None if unknown.
         warm_up_s, measured_s: minimum durations on an accelerator, whose clock rates change with
             the load.
     """
@@ -119,11 +120,10 @@ class Trial(KnownBefore, Recorded):
         id: sequential from 0; the first one profiles the model.
         name: descriptive (`z2_gas1_tmbspg4`) and unique in the run.
         overrides: DeepSpeed settings that replace those of the user's configuration.
-        strategy: the name of its `Strategy` (`z2_offload`); by default the stage alone.
+        strategy: name of its `Strategy` (`z2_offload`); by default the stage alone (`z2`).
         predicted_bytes: predicted peak memory of a device; None without a prediction.
-        script_args: switches of the script that are not DeepSpeed settings
-            (`gradient_checkpointing`).
-        batch_flag: flag of the script that gets the micro batch; empty if none has to.
+        script_args: values of the script's switches (`gradient_checkpointing`).
+        batch_flag: flag of the script that must also get the micro batch; empty if none.
     """
 
     id: int
@@ -143,7 +143,7 @@ class Trial(KnownBefore, Recorded):
     def profiles(self) -> bool:
         """Return whether the first step counts parameters, FLOPs and activations.
 
-        True for the first trial of a run, and for the one that follows if it failed.
+        True for the first trial of a run, and for the PROFILE trials that follow if it fails.
         """
         own_first = self.kind is TrialKind.BASELINE and self.id == 0
         return own_first or self.kind is TrialKind.PROFILE

@@ -15,7 +15,7 @@ class Strategy:
 
     Attributes:
         offload_optimizer: `none`, `cpu` or `nvme`; from stage 1 on.
-        offload_param: likewise, in stage 3 only.
+        offload_param: `none`, `cpu` or `nvme`; in stage 3 only.
     """
 
     stage: int
@@ -24,7 +24,7 @@ class Strategy:
 
     @property
     def offloads(self) -> bool:
-        """True if optimizer states or parameters are stored on the host or on NVMe."""
+        """Whether optimizer states or parameters are stored on the host or on NVMe."""
         return not NONE == self.offload_optimizer == self.offload_param
 
     @property
@@ -50,12 +50,12 @@ class Strategy:
 
     @property
     def offloading(self) -> dict[str, str]:
-        """Devices of optimizer states and parameters, by section of a configuration."""
+        """Where optimizer states and parameters are stored, by section of a configuration."""
         return {"offload_optimizer": self.offload_optimizer, "offload_param": self.offload_param}
 
     @property
     def burden(self) -> int:
-        """Number of measures that save memory at the cost of traffic."""
+        """Number of memory-saving measures that cost traffic, for ordering strategies."""
         moved = (self.offload_optimizer != NONE) + (self.offload_param != NONE)
         return (self.stage == 3) + moved + (NVME in (self.offload_optimizer, self.offload_param))
 

@@ -1,8 +1,8 @@
-"""Everything that dsat changes in a user's process: one table of adapters.
+"""Adapters of the functions that dsat wraps in a user's process.
 
-`table.TABLE` has a row for each function or method that is wrapped. `install` wraps them when their
-modules are imported, before anything else may bind their names. Until a trial begins in the process
-(`trial.TRIAL.phase`) they do what they do without dsat.
+`table` lists every function and method that is wrapped. `install` wraps those of `TABLE` when their
+modules are imported, before other modules can bind their names. Until a trial begins in the process
+(`trial.TRIAL.phase`), wrapped functions behave as without dsat.
 """
 
 import importlib.util

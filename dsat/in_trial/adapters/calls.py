@@ -1,6 +1,6 @@
 """Calls that pass through an adapter.
 
-An exception that comes through a frame of this module is not dsat's: see `failures`.
+An exception that passes through this module is not an error of dsat: see `failures`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Call(NamedTuple):
     Attributes:
         function: the adapted function; wrappers call it through `proceed` and `proceed_with`.
         name: the function as users know it, such as `torch.save`.
-        owner: object that a method belongs to.
+        owner: object whose method is called; meaningless for functions.
     """
 
     trial: RunningTrial
@@ -30,7 +30,7 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
     def proceed(self) -> Any:
-        """Call the function as the caller does."""
+        """Call the function with the caller's arguments."""
         return self.function(*self.args, **self.kwargs)
 
     def proceed_with(self, *args: Any, **kwargs: Any) -> Any:
@@ -38,13 +38,13 @@ class Call(NamedTuple):
         return self.function(*args, **kwargs)
 
     def replace(self, name: str, position: int, value: Any) -> Call:
-        """Return the call with another value of one argument."""
+        """Return the call with one argument changed; append it if it is absent."""
         if name in self.kwargs:
             return self._replace(kwargs={**self.kwargs, name: value})
         return self._replace(args=(*self.args[:position], value, *self.args[position + 1 :]))
 
     def argument(self, name: str, position: int) -> Any:
-        """Return an argument; None if it is absent."""
+        """Return the value of an argument; None if it is absent."""
         return self.kwargs.get(name, self.args[position] if len(self.args) > position else None)
 
 
@@ -52,8 +52,8 @@ class Adapter(NamedTuple):
     """Function or method of a library, and the wrapper that is called instead.
 
     Attributes:
-        wrapper: what is called; the first line of its docstring describes it for users.
-        versions: of the library that have it; empty for all that are supported.
+        wrapper: what is called; the first paragraph of its docstring describes it to users.
+        versions: versions of the library that have the function; empty for all supported ones.
     """
 
     module: str
@@ -64,9 +64,9 @@ class Adapter(NamedTuple):
 
 
 def entrance(adapter: Adapter, owner: Any = None) -> Callable[..., Any]:
-    """Return a wrapper for `wrapt` that calls an adapter's, or passes the call on.
+    """Return a wrapper for `wrapt` that calls an adapter's in its phases, else the function.
 
-    `owner` is the object that has the function, if it is not a class.
+    `owner` is the object whose method is wrapped, if only that object's is, not its class's.
     """
     wrapper, phases = adapter.wrapper, frozenset(adapter.phases)
     name = f"{adapter.module.partition('.')[0]}.{adapter.attribute}"

@@ -18,7 +18,7 @@ ZERO_INIT = (
 
 
 def initialize(call: Call) -> Any:
-    """Make the engine with the trial's configuration; measure it in trials."""
+    """Make the engine with the trial's configuration; in trials, measure it."""
     trial = call.trial
     try:
         bound = inspect.signature(call.function).bind(*call.args, **call.kwargs)
@@ -38,15 +38,15 @@ def initialize(call: Call) -> Any:
 
 
 def open_zero_init(call: Call) -> None:
-    """Disable `zero.Init` below stage 3, unless it gets a finished module.
+    """Disable `zero.Init` below stage 3, unless a finished module is passed to it.
 
-    Scripts often open it for their own stage 3. Lower stages cannot train a partitioned model, and
-    an engine of stage 3 partitions a whole one itself. Libraries (`from_pretrained`) open it only
-    if the configuration has stage 3, so no warning is needed for them.
+    Scripts often open it because their own configuration has stage 3. Lower stages cannot train a
+    partitioned model, and in stage 3 the engine itself partitions a whole one. Libraries
+    (`from_pretrained`) open it only in stage 3, so they need no warning.
     """
     trial = call.trial
     zero = (trial.config or {}).get("zero_optimization") or {}
-    # One script is simulated in all stages.
+    # A single run of the script is simulated for all stages.
     if trial.config is None or trial.is_simulated or zero.get("stage", 0) >= 3:
         call.proceed()
         return
@@ -60,7 +60,7 @@ def open_zero_init(call: Call) -> None:
 
 
 def compile_operator(call: Call) -> Any:
-    """Show that an operator is compiled; lift a trial's memory limit meanwhile."""
+    """Show that DeepSpeed compiles an operator; meanwhile, lift a memory limit on CPUs."""
     activity = f"compiling DeepSpeed's operator {call.owner.name}, once for all runs"
     with call.trial.progress.during(activity), call.trial.calls.around_compilation():
         return call.proceed()
@@ -69,7 +69,7 @@ def compile_operator(call: Call) -> Any:
 def available(call: Call) -> int:
     """Report at most the memory that `--slot-memory` allows.
 
-    By that, ZeRO decides whether parameters are flattened on the device or on the host
+    ZeRO decides by this figure whether to flatten parameters on the device or on the host
     (deepspeed/runtime/zero/stage_1_and_2.py, 0.19.8).
     """
     free_bytes, meter = int(call.proceed()), call.trial.meter
@@ -81,7 +81,7 @@ def available(call: Call) -> int:
 
 
 def measure(phase: str) -> Callable[..., Any]:
-    """Return a wrapper of the engine's method for a phase of an optimizer step."""
+    """Return a wrapper for the engine's method of a phase of an optimizer step."""
 
     def run_phase(call: Call) -> Any:
         """Measure the phase: time, samples, loss and memory."""
@@ -91,7 +91,7 @@ def measure(phase: str) -> Callable[..., Any]:
 
 
 def scale(call: Call) -> Any:
-    """Note the loss that fp16 scales in `engine.scale(loss).backward()`."""
+    """Record the unscaled loss of `engine.scale(loss).backward()` in fp16."""
     result, losses = call.proceed(), call.trial.meter.losses
     if losses is not None:
         losses.note_scaled_loss(call.owner, result, call.argument("loss", 0))

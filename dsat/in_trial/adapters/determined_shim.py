@@ -1,8 +1,8 @@
-"""An unmodified Determined script without a master.
+"""Adapters of determined, by which an unmodified Determined script runs without a master.
 
-determined is adapted as soon as the script imports it: `det.get_cluster_info()` answers with the
-trial's hyperparameters, and `det.core.init()` gives a context whose metrics, checkpoints and
-searcher operations stay in the trial's folder. Builds on parts of determined 0.28 to 0.37.
+determined is adapted as soon as the script imports it: `det.get_cluster_info()` returns the trial's
+hyperparameters, and `det.core.init()` returns a context whose metrics, checkpoints and searcher
+operations stay in the trial's folder. Relies on internals of determined 0.28 to 0.37.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dsat.in_trial.adapters.calls import Call
 from dsat.in_trial.rank_files import LocalTask
 
 _CHIEF_PORTS = ("pub_port", "pull_port")
-_SUPPORTED = ((0, 28), (0, 37))  # first and last
+_SUPPORTED = ((0, 28), (0, 37))  # first and last version
 
 
 def get_cluster_info(call: Call) -> Any:
-    """Answer as in the task of a Determined cluster."""
+    """Return the trial's information, as in a trial on a Determined cluster."""
     if call.trial.task is None:
         return call.proceed()
     _check_version()
@@ -32,7 +32,7 @@ def get_cluster_info(call: Call) -> Any:
 
 
 def _check_version() -> None:
-    """Raise InvalidTrial for an unsupported version of determined."""
+    """Raise InvalidTrial if the version of determined is not supported."""
     import determined
 
     version, (first, last) = determined.__version__, _SUPPORTED
@@ -49,7 +49,7 @@ def _cluster_info(task: LocalTask) -> Any:
     from determined import _info
 
     config = {**_CONFIG_DEFAULTS, **task.experiment_config, "hyperparameters": dict(task.hparams)}
-    for section in ("optimizations", "profiling", "searcher"):  # others hold the key of a unit
+    for section in ("optimizations", "profiling", "searcher"):  # in others, a merge adds a unit
         config[section] = {**_CONFIG_DEFAULTS[section], **(config[section] or {})}
     return _info.ClusterInfo(
         master_url="http://127.0.0.1:8080",
@@ -80,7 +80,7 @@ def _cluster_info(task: LocalTask) -> Any:
     )
 
 
-# What a master fills in (master/pkg/schemas/expconf of 0.37) and the harness reads.
+# Defaults that a master fills in (master/pkg/schemas/expconf, 0.37) and the harness reads.
 _CONFIG_DEFAULTS: dict[str, Any] = {
     "checkpoint_policy": "best",
     "checkpoint_storage": {"type": "directory", "container_path": "."},
@@ -119,7 +119,7 @@ def _init(
     preempt_mode: Any = None,
     tensorboard_mode: Any = None,
 ) -> Any:
-    """Take the place of `determined.core.init`, with its parameters."""
+    """Replace `determined.core.init`; the parameters are the same."""
     import determined
     from determined import core
     from determined.core import _context
@@ -160,7 +160,7 @@ def _train_context(reports: Path, tensorboard: Path, searcher: Mapping[str, Any]
                 self.best = float(value if self.best is None else better(self.best, value))
 
         def get_experiment_best_validation(self) -> float | None:
-            """Return the value by which the harness keeps checkpoints under the policy `best`."""
+            """Return the best metric so far, by which the policy `best` keeps checkpoints."""
             return self.best
 
     tensorboard.mkdir(exist_ok=True)
@@ -180,7 +180,7 @@ def _searcher_context(distributed: Any, task: LocalTask) -> Any:
 def connect(call: Call) -> None:
     """Use separate ports for each trial.
 
-    determined binds two fixed ports on all interfaces, which two trials on one machine cannot.
+    determined binds two fixed ports on all interfaces; two trials on one machine cannot share them.
     """
     task = call.trial.task
     if task is not None:
@@ -190,7 +190,7 @@ def connect(call: Call) -> None:
 
 
 def serve(call: Call) -> None:
-    """Keep the chief's sockets off other networks."""
+    """Bind the chief's sockets to the trial's own address, not to all interfaces."""
     task, kwargs = call.trial.task, call.kwargs
     if task is not None:
         numeric = socket.gethostbyname(task.hosts[0])
@@ -201,13 +201,13 @@ def serve(call: Call) -> None:
 
 
 def write_user_code(call: Call) -> None:
-    """Copy no model folder to a checkpoint: a container has it at a fixed place."""
+    """Copy no model code into checkpoints: its folder exists only in a cluster's containers."""
     if call.trial.task is None:
         call.proceed()
 
 
 def choose_device(call: Call) -> None:
-    """Let a DeepSpeedTrial train on processor cores; it insists on a GPU."""
+    """Let a DeepSpeedTrial train on processor cores, although determined requires a GPU."""
     task = call.trial.task
     if task is None or task.devices:
         call.proceed()

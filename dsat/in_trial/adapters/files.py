@@ -1,6 +1,6 @@
-"""Functions that change files; files older than the trial are protected.
+"""Adapters of functions that change files: files older than the trial are protected.
 
-They act from the start of the process on.
+Most act from the start of the process, others only once the engine is made.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dsat.in_trial.adapters.user_files import UserFiles, absolute
 NOT_CHANGED = "trials leave older files alone: {} did nothing"
 NOT_SAVED = "checkpoints are neither saved, loaded nor deleted in trials: {} did nothing"
 INSTEAD = "trials leave older files alone: what the script writes is in the trial's folder instead"
-_BESIDE = ("dir_fd", "src_dir_fd", "dst_dir_fd")  # as in the steps of `shutil.rmtree`
+_BESIDE = ("dir_fd", "src_dir_fd", "dst_dir_fd")  # as `shutil.rmtree` passes them
 
 
 def _files_of(call: Call) -> UserFiles | None:
@@ -33,7 +33,7 @@ def _say(call: Call, text: str) -> None:
 
 
 def remove(call: Call) -> Any:
-    """Keep older files and folders; the script may create such a folder again."""
+    """Keep files and folders older than the trial; let the script create such a folder again."""
     files, path = _files_of(call), call.argument("path", 0)
     if files is None or not files.is_to_stay(path):
         return call.proceed()
@@ -43,7 +43,7 @@ def remove(call: Call) -> Any:
 
 
 def change(call: Call) -> Any:
-    """Leave older files as they are."""
+    """Leave files older than the trial as they are."""
     files, path = _files_of(call), call.argument("path", 0)
     if files is None or not files.is_to_stay(path):
         return call.proceed()
@@ -52,7 +52,7 @@ def change(call: Call) -> Any:
 
 
 def move(call: Call) -> Any:
-    """Neither move nor replace older files and folders."""
+    """Neither move nor replace files and folders older than the trial."""
     files, source, target = _files_of(call), call.argument("src", 0), call.argument("dst", 1)
     if files is None or not (files.is_to_stay(source) or files.is_to_stay(target)):
         return call.proceed()
@@ -62,10 +62,10 @@ def move(call: Call) -> Any:
 
 
 def create(name: str, position: int) -> Callable[..., Any]:
-    """Return a wrapper of a function that creates what its argument names."""
+    """Return a wrapper for a function that creates the path in an argument."""
 
     def create_folder_or_link(call: Call) -> Any:
-        """Succeed if the path exists only because dsat kept it, or because a trial created it."""
+        """Succeed if the path exists only because dsat kept it or another trial created it."""
         files, path = _files_of(call), call.argument(name, position)
         if files is not None and files.is_removed(path) and os.path.lexists(path):
             return None
@@ -83,7 +83,7 @@ def create(name: str, position: int) -> Callable[..., Any]:
 
 
 def open_file(call: Call) -> Any:
-    """Open a copy in the trial's folder in place of an older file that would be changed."""
+    """Open a copy in the trial's folder instead of an older file that the script changes."""
     path, mode = call.argument("file", 0), call.argument("mode", 1) or "r"
     if isinstance(path, int) or not isinstance(mode, str):
         return call.proceed()
@@ -98,7 +98,7 @@ def open_file(call: Call) -> Any:
 
 
 def read(call: Call) -> Any:
-    """Read the script's copy of an older file, if it wrote one."""
+    """Read the copy of an older file, if the script has written one."""
     given = call.argument("filename", 0)
     if isinstance(given, (str, os.PathLike)):
         call = call.replace("filename", 0, str(call.trial.files.instead_of(given, "r")))
@@ -106,13 +106,13 @@ def read(call: Call) -> Any:
 
 
 def save(name: str, position: int) -> Callable[..., Any]:
-    """Return a wrapper of a function that writes what its argument names.
+    """Return a wrapper for a function that writes the file or folder in an argument.
 
-    Before the engine a script prepares data, which it reads again.
+    Before the engine is made, it writes: the script may prepare data that it reads again.
     """
 
     def save_model(call: Call) -> Any:
-        """Write nothing but temporary files once the engine is made."""
+        """Once the engine is made, write only to temporary, cache and trial folders."""
         given, files = call.argument(name, position), call.trial.files
         path = absolute(given) if isinstance(given, (str, os.PathLike)) else None
         if path is None:
@@ -133,7 +133,7 @@ def save(name: str, position: int) -> Callable[..., Any]:
 
 
 def skip(call: Call) -> Any:
-    """Do nothing once the engine is made."""
+    """Do nothing once the engine is made (`deepspeed.initialize`)."""
     if call.trial.phase is Phase.PREPARING and not call.trial.is_simulated:
         return call.proceed()
     _say(call, NOT_SAVED)
@@ -141,13 +141,13 @@ def skip(call: Call) -> Any:
 
 
 def load_checkpoint(call: Call) -> Any:
-    """Load only the script's own client state from a checkpoint, no weights."""
+    """Load only the client state from a checkpoint, not the model or the optimizer."""
     _say(call, NOT_SAVED)
     return client_state(Path(call.argument("load_dir", 0)), call.argument("tag", 1))
 
 
-# Files of a checkpoint of DeepSpeed's, and what of them it keeps for itself (`_load_checkpoint` of
-# runtime/engine.py, 0.15.4 to 0.19.8).
+# Model files of a DeepSpeed checkpoint, and their keys that are no client state (`_load_checkpoint`
+# of runtime/engine.py, 0.15.4 to 0.19.8).
 _MODEL_STATES = "*mp_rank_00_model_states.pt"
 _OF_DEEPSPEED = frozenset(
     "module optimizer lr_scheduler sparse_tensor_module_names skipped_steps global_steps "
@@ -156,9 +156,9 @@ _OF_DEEPSPEED = frozenset(
 
 
 def client_state(folder: Path, tag: str | None) -> tuple[str | None, dict[str, Any] | None]:
-    """Return the client state of a checkpoint, as `load_checkpoint` does.
+    """Return the client state of a checkpoint, as DeepSpeed's `load_checkpoint` does.
 
-    Model and optimizer stay as they are: a checkpoint fits one ZeRO stage, and trials have others.
+    Model and optimizer are not loaded: a checkpoint fits one ZeRO stage, and trials use others.
 
     Returns:
         The path of a file, and the client state; None for both if there is no checkpoint.
@@ -171,7 +171,7 @@ def client_state(folder: Path, tag: str | None) -> tuple[str | None, dict[str, A
         return None, None
     import torch
 
-    # The script asks for its own checkpoint, which DeepSpeed would unpickle as well.
+    # The checkpoint is the script's own, and DeepSpeed would unpickle it as well.
     mapped = zipfile.is_zipfile(found[0])
     states = torch.load(found[0], map_location="cpu", mmap=mapped, weights_only=False)
     return str(found[0]), {key: states[key] for key in states if key not in _OF_DEEPSPEED}

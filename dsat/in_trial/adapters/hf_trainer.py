@@ -1,9 +1,9 @@
 """Hugging Face's Trainer and accelerate inside a trial.
 
 When the script makes its `TrainingArguments`, they get the trial's configuration and batch sizes,
-wherever the script has them from: its command line, a file or its code. In a measured trial they
-also lose what would make it long or leave something behind. The libraries are adapted as soon as
-the script imports them. Read for it: transformers 4.46 to 5.23, accelerate 1.15.
+whether they come from the command line, a file or the script's code. A measured trial also turns
+off what would lengthen it, report it or save results. The libraries are adapted as soon as the
+script imports them. Written for transformers 4.46 to 5.23 and accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TrainerSettings:
             its batch sizes.
         max_steps: optimizer steps that a trial's training loop must allow; None in a full-length
             run.
-        batch_in_file: whether a file sets the script's batch sizes, so the user gets a copy of it.
+        batch_in_file: whether a file sets the script's batch sizes; dsat's result is then a copy.
     """
 
     trial: Trial | None
@@ -55,7 +55,7 @@ class TrainerSettings:
     def differs_from(self, given: Any) -> bool:
         """Return whether a configuration of the script lacks a setting of the trial.
 
-        Batch sizes follow from TrainingArguments, or from the plugin.
+        Batch sizes do not count: TrainingArguments or the plugin set them.
         """
         assert self.trial is not None
         its = {k: v for k, v in self.trial.overrides.items() if k not in ds_config.BATCH_KEYS}
@@ -95,7 +95,7 @@ def prepare(trial: RunningTrial, args: Any) -> None:
 
 
 def _read_config(given: Any) -> dict[str, Any]:
-    """Read a configuration as transformers does, which allows a key twice; empty if unreadable."""
+    """Read a configuration as transformers does, allowing repeated keys; empty if unreadable."""
     if isinstance(given, Mapping):
         return dict(given)
     try:
@@ -105,7 +105,7 @@ def _read_config(given: Any) -> dict[str, Any]:
 
 
 def _keep_short(args: Any, max_steps: int) -> None:
-    """Disable reporting and Hub uploads, and drop incomplete batches."""
+    """Limit the steps; disable reports, uploads, resuming, `eval_on_start`, variable batches."""
     args.max_steps = max_steps
     args.report_to = "none"
     args.dataloader_drop_last = True
@@ -116,16 +116,16 @@ def _keep_short(args: Any, max_steps: int) -> None:
 
 
 def _scheduled_steps(config: Mapping[str, Any]) -> int | None:
-    """Return the training length of the configuration, with which the Trainer must agree."""
+    """Return the scheduler's number of steps, which the Trainer must use; None if there is none."""
     scheduler = config.get("scheduler") or {}
     total = (scheduler.get("params") or {}).get("total_num_steps")
     return total if isinstance(total, int) else None
 
 
 def _share_sequences(args: Any, slots: int) -> bool:
-    """Set the size in the script's own `ParallelismConfig`, if that differs; variables do else."""
+    """Set the size in the script's own `ParallelismConfig`; return whether it has changed."""
     own = getattr(args, "parallelism_config", None)
-    if own is None or own.sp_size == slots:
+    if own is None or own.sp_size == slots:  # without one, environment variables set the size
         return False
     groups = rank_and_size()[1] // slots
     args.parallelism_config = replace(
@@ -147,7 +147,7 @@ def check_plugin(call: Call) -> Any:
     if settings is None or settings.config_path is None or settings.trial is None:
         return call.proceed()
     given = plugin.hf_ds_config
-    if given is None or isinstance(given, (str, dict)):  # else the Trainer's own, prepared
+    if given is None or isinstance(given, (str, dict)):  # else the Trainer has prepared it
         config = _read_config(settings.config_path)
         if given is not None and settings.differs_from(given):
             call.trial.warn(OTHER_CONFIG)
@@ -161,30 +161,30 @@ def check_plugin(call: Call) -> Any:
             setattr(plugin, f"offload_{part}_device", device)
     else:
         plugin.zero3_init_flag = given.is_zero3()
-    # Settings of accelerate's own, which it refuses beside a configuration.
+    # accelerate refuses its own settings beside a configuration.
     os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
     return call.proceed()
 
 
 def train(call: Call) -> Any:
-    """Ignore checkpoints, which would end a trial before its first step."""
+    """Resume from no checkpoint, because the training could end before its first step."""
     return call.replace("resume_from_checkpoint", 0, None).proceed()
 
 
 def control(call: Call) -> None:
     """Keep the Trainer from saving and evaluating.
 
-    With a checkpoint it would also delete the user's older ones (`save_total_limit`).
+    When it saves a checkpoint, it also deletes the user's older ones (`save_total_limit`).
     """
     name, value = call.args
     call.proceed_with(name, False if name in ("should_save", "should_evaluate") else value)
 
 
 def prepare_backend(call: Call) -> tuple[Any, Any]:
-    """Make accelerate find all ranks where DeepSpeed runs on processor cores.
+    """Make accelerate recognise all ranks if DeepSpeed runs on processor cores.
 
-    It looks for a device to choose a backend by, finds none, and takes each rank for the only one
-    (accelerate/state.py: PartialState._prepare_backend).
+    accelerate chooses the backend by the device. Without a device, it treats each rank as the
+    only one (accelerate/state.py: PartialState._prepare_backend).
     """
     backend, kind = call.proceed()
     settings = call.trial.trainer

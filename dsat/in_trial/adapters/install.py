@@ -1,4 +1,4 @@
-"""Installation of the table of adapters in this process, and the begin of its trial."""
+"""Installation of the adapters in this process, and their activation for a trial."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Adapted(_FunctionWrapper):  # type: ignore[misc]
         self._self_place = f"{adapter.module}:{adapter.attribute}"
 
     def __get__(self, instance: Any, owner: Any) -> Any:
-        if isinstance(self.__wrapped__, BuiltinFunctionType):  # which becomes no method in a class
+        if isinstance(self.__wrapped__, BuiltinFunctionType):  # does not bind to instances
             return self
         return super().__get__(instance, owner)
 
@@ -55,18 +55,18 @@ class _Adapted(_FunctionWrapper):  # type: ignore[misc]
 
 @functools.cache
 def install() -> None:
-    """Wrap the functions of the table in modules as they are imported, or now if they are.
+    """Wrap the functions of `TABLE` when their modules are imported, or now if they are already.
 
-    It has to come before other imports: a module keeps what it has bound to a name of its own.
+    Call this before other imports: modules that imported a function by name keep the original.
     """
     for name in dict.fromkeys(adapter.module for adapter in TABLE):
         wrapt.register_post_import_hook(adapt, name)
 
 
 def begin(folder: Path) -> None:
-    """Activate the adapters for the trial in a folder, which may lack a specification yet.
+    """Activate the adapters for the trial in a folder; later calls do nothing.
 
-    During the first run, a process does not know whether it is a rank.
+    The folder has no specification if the first run only records how ranks start.
     """
     install()
     if TRIAL.folder is not None:
@@ -81,7 +81,7 @@ def begin(folder: Path) -> None:
 
 
 def adapt(module: ModuleType) -> None:
-    """Wrap the functions of the table in a module that was just imported."""
+    """Wrap the functions of `TABLE` in a module that was just imported."""
     for adapter in TABLE:
         if adapter.module != module.__name__:
             continue
@@ -111,7 +111,7 @@ def adapt_engine(engine: Any) -> None:
 
 
 def adapt_models() -> None:
-    """Wrap the constructor of all models."""
+    """Wrap the constructor of all torch modules."""
     wrapt.wrap_object(MODELS.module, MODELS.attribute, _Adapted, (MODELS,))
 
 
@@ -122,7 +122,7 @@ def owner_of(adapter: Adapter, module: ModuleType) -> tuple[Any, str]:
 
 
 def _adapt_pathlib(name: str, original: Any, adapted: Any) -> None:
-    """Replace a function in pathlib of Python 3.10, which keeps references to those of `os`."""
+    """Replace a function in pathlib of Python 3.10, which keeps references to `os` and `io`."""
     accessor = getattr(pathlib, "_NormalAccessor", None)
     if getattr(accessor, name, None) is original:
         setattr(accessor, name, adapted)

@@ -15,9 +15,9 @@ ALONE_VARIABLE = "DSAT_ALONE"  # the user's command has no launcher
 
 
 def add_argument(call: Call) -> Any:
-    """Note the script's flags, and make the rank's own `--local_rank` the default.
+    """Record the script's flags; make the rank's number the default of `--local_rank`.
 
-    The script's default is mostly 0 or -1, and DeepSpeed refuses to run if it is not the rank's.
+    The script's default is mostly 0 or -1, and DeepSpeed refuses to run with another rank's number.
     """
     local_rank, kwargs = call.trial.local_rank, call.kwargs
     if local_rank is not None and "--local_rank" in call.args and "action" not in kwargs:
@@ -28,13 +28,13 @@ def add_argument(call: Call) -> Any:
 
 
 def refuse_nodes(call: Call) -> Any:
-    """End a launcher that starts a training on several nodes, in the first trial.
+    """In the first trial, end a launcher that would start a training on several nodes.
 
-    That of `torchrun` and `accelerate launch` would wait for them.
+    `torchrun` and `accelerate launch` would wait for the other nodes.
     """
     assert call.trial.folder is not None
     records = call.trial.folder / RECORDS_FOLDER
-    # A configuration of the launch; or an environment and the resources by node.
+    # Arguments: torch's launch configuration; or DeepSpeed's environment and resources by node.
     nodes = getattr(call.args[0], "min_nodes", None) or len(call.args[-1])
     if records.is_dir() and nodes > 1:
         write_atomically(records / SEVERAL_NODES_FILE, json.dumps({"nodes": nodes}))
@@ -43,7 +43,7 @@ def refuse_nodes(call: Call) -> Any:
 
 
 def run_process(call: Call) -> None:
-    """Report the end of a rank that multiprocessing started: it calls no exit hooks."""
+    """Report the end of a rank that multiprocessing started: such a process calls no exit hooks."""
     try:
         call.proceed()
     except BaseException as error:
@@ -55,14 +55,14 @@ def run_process(call: Call) -> None:
 
 
 def report_uncaught(call: Call) -> None:
-    """Report the exception that ends a rank, once it was printed."""
+    """Report the exception that ends a rank, after Python has printed it."""
     call.proceed()
     if call.trial.on_uncaught is not None:
         call.trial.on_uncaught(call.args[1])
 
 
 def exit_process(call: Call) -> None:
-    """Note that the script ends with `sys.exit`, which Python reports to no hook."""
+    """Record that the script ends with `sys.exit`, which Python reports to no hook."""
     try:
         call.proceed()
     except SystemExit as stop:

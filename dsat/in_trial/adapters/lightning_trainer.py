@@ -11,12 +11,12 @@ from dsat.in_trial.adapters.calls import Call
 def set_up(call: Call) -> Any:
     """Count optimizer steps as the trial's engine makes them.
 
-    Lightning counts them by `accumulate_grad_batches`, and so ends the training and schedules the
-    learning rate. This runs before it makes the optimizer and its schedule. Read for it: lightning
-    2.6.
+    Lightning counts them by `accumulate_grad_batches`; the count ends the training and schedules
+    the learning rate. This runs before Lightning makes the optimizer and the schedule (lightning
+    2.6).
     """
     trial, trainer = call.trial, call.argument("trainer", 0)
-    # A module that steps by itself counts by itself, and Lightning refuses accumulation there.
+    # With manual optimization the module counts steps, and Lightning refuses accumulation.
     if trial.config is not None and trainer.lightning_module.automatic_optimization:
         gas = int(trial.config["gradient_accumulation_steps"])
         if trainer.accumulate_grad_batches != gas:

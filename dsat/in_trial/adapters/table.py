@@ -1,4 +1,4 @@
-"""The table of adapters: everything that dsat changes in a user's process."""
+"""The table of adapters: all functions and methods that dsat wraps in a user's process."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _DEEPSPEED = (
     _locally("deepspeed.runtime.engine", "DeepSpeedEngine.load_checkpoint", files.load_checkpoint),
 )
 
-# Methods of one object, the engine that trains: subclasses have their own.
+# Wrapped in each engine that may train, not in the class: subclasses have their own methods.
 ENGINE = (
     *(
         _in_trials("deepspeed.runtime.engine", f"DeepSpeedEngine.{name}", engine.measure(name))
@@ -79,7 +79,7 @@ ENGINE = (
     _in_trials("deepspeed.runtime.engine", "DeepSpeedEngine.scale", engine.scale, ">=0.18.3"),
 )
 
-# Wrapped only where `--slot-memory` limits ranks that import the script's modules themselves.
+# Wrapped only if `--slot-memory` limits ranks on processor cores that are not forked.
 MODELS = _locally("torch.nn.modules.module", "Module.__init__", torch_calls.build_model)
 
 _FILES = (
@@ -121,7 +121,7 @@ _DETERMINED = (
     ),
 )
 
-# Functions and methods that write checkpoints or resume; an engine says whether it has saved.
+# Functions and methods that save or load checkpoints; an engine returns whether it saved.
 _CHECKPOINTS = (
     _locally("deepspeed.runtime.engine", "DeepSpeedEngine.save_checkpoint", files.skip),
     _locally("deepspeed.runtime.engine", "DeepSpeedEngine.save_16bit_model", files.skip),

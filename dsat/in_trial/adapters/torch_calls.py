@@ -1,4 +1,4 @@
-"""PyTorch's functions in a trial: what is measured of a script, and where its ranks meet."""
+"""Adapters of PyTorch's functions that measure a script, or limit its memory and network."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dsat.in_trial.adapters.calls import Call
 
 
 def iterate(call: Call) -> Any:
-    """Note the batches that a loader makes in advance, and the length of its epoch."""
+    """Record how many batches a loader prepares in advance, and the length of its epoch."""
     iterator = call.proceed()
     loaders.begin_epoch(call.owner, iterator)
     return iterator
@@ -21,22 +21,22 @@ def get_batch(call: Call) -> Any:
 
 
 def enter_autocast(call: Call) -> Any:
-    """Note the precision of autocasting."""
+    """Record the precision of autocasting."""
     result = call.proceed()
     precision.note_autocast(call.owner.device)
     return result
 
 
 def backward(call: Call) -> Any:
-    """Note the loss, if the script calls `loss.backward()` itself."""
+    """Record the loss, if the script calls `loss.backward()` itself."""
     meter = call.trial.meter
     if meter is not None and meter.losses is not None:
-        meter.losses.add_script_loss(call.argument("tensors", 0))  # also by `Tensor.backward`
+        meter.losses.add_script_loss(call.argument("tensors", 0))  # from `Tensor.backward` too
     return call.proceed()
 
 
 def build_model(call: Call) -> None:
-    """Apply `--slot-memory` when the first model is built, so that imports do not count."""
+    """On CPUs, apply `--slot-memory` when the first model is built: imports do not count."""
     act, call.trial.calls.before_model = call.trial.calls.before_model, None
     if act is not None:
         act()
@@ -44,5 +44,5 @@ def build_model(call: Call) -> None:
 
 
 def open_store(call: Call) -> Any:
-    """Listen on loopback only, if all ranks are on this host."""
+    """Listen on loopback only, if the address of rank 0 is a loopback address."""
     return loopback.open_store(call.proceed_with, call.args, call.kwargs)

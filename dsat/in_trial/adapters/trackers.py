@@ -1,4 +1,4 @@
-"""Trackers of experiments, which record nothing in trials."""
+"""Trackers of experiments, which in trials write to the trial's folder or nowhere."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TRACKERS_OFF: Mapping[str, str] = {
     "TRACKIO_MODE": "disabled",
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # transformers' own
 }
-# Sections of a DeepSpeed configuration that report, or slow down what they report (`deepspeed/
-# monitor/config.py`, `profiling/config.py`, `comm/config.py`; 0.19.8), and single switches.
+# Sections of a DeepSpeed configuration that report or profile (deepspeed/monitor/config.py,
+# profiling/config.py, comm/config.py; 0.19.8), and single settings that do.
 _SECTIONS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger")
 _SWITCHES = ("wall_clock_breakdown", "memory_breakdown", "dump_state")
 
 
 def variables_off(folder: Path) -> dict[str, str]:
-    """Return the variables with which no tracker writes anywhere but into a trial's folder."""
+    """Return variables that keep trackers from writing outside of a trial's folder."""
     return {**TRACKERS_OFF, "MLFLOW_TRACKING_URI": _mlflow_folder(folder)}
 
 
@@ -36,9 +36,9 @@ def _mlflow_folder(folder: Path) -> str:
 
 
 def disable_reports(arguments: dict[str, Any]) -> None:
-    """Have an engine monitor, profile and print nothing.
+    """Disable an engine's monitors, profilers and printed reports.
 
-    In place: the script may yet read its batch size from its configuration.
+    The dict is changed in place: the script may still read its batch size from there.
     """
     passed = config_injection.passed_config(arguments)
     if passed is None:
@@ -51,15 +51,15 @@ def disable_reports(arguments: dict[str, Any]) -> None:
     if not off:  # DeepSpeed itself reads a file that needs no change
         return
     config.update(off)
-    if arguments.get(passed.name) is not config:  # it is a file's
+    if arguments.get(passed.name) is not config:  # it is a file's content
         arguments.update({**config_injection.drop_config(arguments), "config": config})
 
 
 def log_in_trial(name: str) -> Callable[..., Any]:
-    """Return a wrapper of a writer's constructor, whose first argument names a folder."""
+    """Return a wrapper for a writer's constructor, whose first argument names a folder."""
 
     def write_to_trial(call: Call) -> Any:
-        """Write to the trial's folder."""
+        """Write logs to the trial's folder."""
         assert call.trial.folder is not None
         return call.replace(name, 0, str(call.trial.folder / "tensorboard")).proceed()
 
@@ -67,7 +67,7 @@ def log_in_trial(name: str) -> Callable[..., Any]:
 
 
 def connect_client(call: Call) -> Any:
-    """Write to the trial's folder."""
+    """Write runs to the trial's folder."""
     assert call.trial.folder is not None
     return call.replace("tracking_uri", 0, _mlflow_folder(call.trial.folder)).proceed()
 
@@ -77,12 +77,12 @@ def set_address(_: Call) -> None:
 
 
 def start_run(call: Call) -> Any:
-    """Track nothing."""
+    """Disable the run, so that nothing is tracked."""
     return call.proceed_with(*call.args, **{**call.kwargs, "mode": "disabled"})
 
 
 def run_hydra(call: Call) -> Any:
-    """Make the output folder in the trial's."""
+    """Put Hydra's output folder into the trial's folder."""
     assert call.trial.folder is not None
     overrides = [*call.kwargs["overrides"], f"hydra.run.dir={call.trial.folder / 'hydra'}"]
     return call.proceed_with(*call.args, **{**call.kwargs, "overrides": overrides})

@@ -1,4 +1,4 @@
-"""State of the trial in this process, by which adapters act."""
+"""State of this process's trial, which adapters depend on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsat.in_trial.rank_files import Progress
 
 
 class Phase(enum.Enum):
-    """The phases of a process; a value describes it for people."""
+    """The phases of a process; the values describe them to people."""
 
     INERT = "no trial runs in the process"
     PREPARING = "a trial's script prepares its training"
@@ -34,8 +34,8 @@ class Calls:
     """Functions that adapters call for a trial.
 
     Attributes:
-        before_engine: take and may change the arguments of `deepspeed.initialize`, by name.
-        make_engine: replaces `deepspeed.initialize` in simulations; takes it and its arguments.
+        before_engine: get and may change the arguments of `deepspeed.initialize`, by name.
+        make_engine: in simulations, called with `deepspeed.initialize` and its arguments instead.
         before_model: called once, before the script builds its first model.
         around_compilation: makes a context in which DeepSpeed compiles an operator.
     """
@@ -55,13 +55,13 @@ class RunningTrial:
         phase: decides which adapters act.
         folder: folder of the trial; None on a cluster.
         files: `UserFiles` that a local trial protects; else None.
-        is_simulated: whether tensors may be fake, so none is written.
+        is_simulated: whether tensors may be fake, so models are never written.
         config: the trial's DeepSpeed configuration; None keeps the script's own.
-        rank: the `Rank` that this process is or may become.
-        on_uncaught: takes the exception that ends the process.
-        progress: files for people, which rank 0 writes.
+        rank: the `Rank` that this process is or may become; else None.
+        on_uncaught: called with the exception that ends the process.
+        progress: progress files, which rank 0 writes.
         trainer: `TrainerSettings` for the Trainer of transformers, and for accelerate's plugin.
-        task: the `LocalTask` by which determined answers.
+        task: the `LocalTask` whose information determined's adapters return; else None.
         script_options: flags that the script declares, with their defaults.
     """
 
@@ -81,7 +81,7 @@ class RunningTrial:
     local_rank: str | None = None
 
     def warn(self, text: str) -> None:
-        """Add a warning to the outcome; print it if nothing is measured."""
+        """Add a warning to the outcome; without a meter, print it instead."""
         if self.meter is None:
             self.say(text)
         else:

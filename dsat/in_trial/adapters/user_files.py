@@ -1,4 +1,4 @@
-"""Files of the user, which a trial must leave as they are: all that are older than the trial."""
+"""The user's files, which a trial must not change: all files that are older than the trial."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 from dsat.in_trial import failures
 from dsat.values.files import home
 
-# Of a trial on a host; its time is that of the trial's begin there, by the file system's clock.
+# For each host; its modification time is the trial's start there, by the file system's clock.
 _BEGAN_FILE = "began-{host}.json"
-_INSTEAD_FOLDER = "instead"  # of the trial's folder: what it wrote in place of older files
-CREATED_FILE = "created.jsonl"  # in it: folders of the user that the script has created
+_INSTEAD_FOLDER = "instead"  # in the trial's folder: copies, changed instead of older files
+CREATED_FILE = "created.jsonl"  # in the trial's folder: paths elsewhere that the script created
 # Larger files are changed in place by a script that opens them to append or to change parts.
 _LARGEST_COPIED_BYTES = 2**26
 _KERNEL_FOLDERS = (Path("/proc"), Path("/sys"))
-# Libraries replace what is in their caches, by default in folders of the user's home.
+# Libraries may change their caches, which are by default in folders of the user's home.
 _CACHE_FOLDERS = (".cache", ".triton", ".nv")
 _CACHE_VARIABLES = tuple(
     "HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_MODULES_CACHE TRANSFORMERS_CACHE TORCH_HOME "
@@ -31,7 +31,7 @@ _CACHE_VARIABLES = tuple(
 
 
 class UserFiles:
-    """Files that are older than the trial in a folder, and what is written instead of them."""
+    """Files that are older than a trial, and the copies that the trial writes instead of them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
@@ -39,7 +39,7 @@ class UserFiles:
         self._temporary = Path(tempfile.gettempdir()).resolve()
         self._began_ns, self._there = _note_begin(self._folder, self._temporary)
         self._others: list[Path] = []  # folders of dsat
-        self._removed: set[Path] = set()  # for the script, which are there as before
+        self._removed: set[Path] = set()  # that the script believes to have removed
 
     def is_older(self, path: Path) -> bool:
         try:
@@ -48,11 +48,11 @@ class UserFiles:
             return False
 
     def add_scratch(self, folder: Path) -> None:
-        """Let the trial write to another folder of dsat: a simulation's messages."""
+        """Let the trial write to another folder of dsat, for a simulation's messages."""
         self._others.append(folder.resolve())
 
     def is_scratch(self, path: Path) -> bool:
-        """Return whether a path is the trial's, new and temporary, in a cache, or the kernel's."""
+        """Return whether a path is of the trial, a cache or the kernel, or temporary and new."""
         known = (self._folder, *self._others, *_KERNEL_FOLDERS, *_caches())
         if any(map(path.is_relative_to, known)):
             return True
@@ -62,7 +62,7 @@ class UserFiles:
         return first not in self._there or first.startswith("torchinductor_")
 
     def is_to_stay(self, given: Any) -> bool:
-        """Return whether a path is the user's, contains such a path, or was not written."""
+        """Return whether a path is older than the trial, holds such a path, or was not saved."""
         path = absolute(given)
         if path is None or self.is_scratch(path):
             return False
@@ -74,14 +74,14 @@ class UserFiles:
         return any(self.is_older(Path(at, n)) for at, dirs, files in inside for n in dirs + files)
 
     def note_created(self, given: Any) -> None:
-        """Record a folder that the script creates; the engine removes it if it stays empty."""
+        """Record a folder or link of the script; the engine removes a folder that stays empty."""
         path = absolute(given)
         if path is not None and not self.is_scratch(path):
             with open(self._folder / CREATED_FILE, "a", encoding="utf-8") as file:
                 file.write(json.dumps(str(path)) + "\n")
 
     def is_left_by_a_trial(self, given: Any) -> bool:
-        """Return whether another trial of the run, but not this one, created a folder."""
+        """Return whether another trial of the run, not this one, created a folder or link."""
         path = str(absolute(given))
         others = [at for at in self._folder.parent.iterdir() if at != self._folder]
         return path not in read_created(self._folder) and any(
@@ -100,7 +100,7 @@ class UserFiles:
         return path is not None and not self._removed.isdisjoint({path, *path.parents})
 
     def move(self, source: Any, target: Any) -> None:
-        """Record that a protected path was to be moved or replaced."""
+        """Pretend to move a protected path, or move a new file to the stand-in of the target."""
         old, new = absolute(source), absolute(target)
         if old is None or new is None:
             return
@@ -113,7 +113,7 @@ class UserFiles:
             os.unlink(old)
 
     def instead_of(self, given: Any, mode: str) -> Any:
-        """Return the path to open for one that the script opens: a copy if the file is older."""
+        """Return the path to open instead: a copy, if the script changes an older file, or did."""
         path = absolute(given)
         if path is None:
             return given
@@ -140,7 +140,7 @@ class UserFiles:
 
 
 def read_created(folder: Path) -> list[str]:
-    """Return the folders that a trial's script created outside of the trial's folder."""
+    """Return the folders and links that a trial's script created outside of the trial's folder."""
     try:
         lines = (folder / CREATED_FILE).read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]
@@ -149,7 +149,7 @@ def read_created(folder: Path) -> list[str]:
 
 
 def absolute(path: Any) -> Path | None:
-    """Return an absolute path; None for a descriptor or anything else."""
+    """Make a path absolute; return None for a descriptor or anything else."""
     try:
         return Path(os.path.abspath(os.fsdecode(path)))
     except TypeError:
