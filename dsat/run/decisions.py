@@ -111,11 +111,10 @@ class Decisions:
             return step
         if run.finals is not None:
             return self._continue_finals(run.finals, step.reason)
+        # It fits the search's model to all trials, also after a resumption.
+        converged = isinstance(search.propose(), Stop) or not self._is_budget_used
         event = self._finals.begin(step.reason, search.predicted)
-        if event is None:
-            return step
-        converged = not self._is_budget_used or isinstance(search.propose(), Stop)
-        return BeginFinals({**event, "converged": converged})
+        return step if event is None else BeginFinals({**event, "converged": converged})
 
     def _continue_finals(self, begun: finals.Finals, reason: str) -> Trial | Wait | Stop:
         return Stop(reason) if begun.over else self._finals.next_trial() or Wait()

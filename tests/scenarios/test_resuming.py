@@ -63,6 +63,24 @@ def test_a_run_cut_off_anywhere_ends_as_a_whole_one(
         assert ends[: len(before)] == before
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_run_cut_off_before_its_finals_begins_the_same_ones(tmp_path: Path, seed: int) -> None:
+    """With noise the finals compare what the search's model predicts, too."""
+    user = User(tmp_path, World(seed=seed, step_sd=0.2, run_sd=0.1))
+    user.has()
+    options = ("--max-trials", 14, "--stop-when", 0)
+    user.tunes(*options)
+    [at] = [n for n, event in enumerate(user.events()) if event["event"] == "finals"]
+    whole = user.events()[at]
+    user.cut(at)
+    user.tunes(*options, "--resume")
+    [again] = [event for event in user.events() if event["event"] == "finals"]
+    times = ("elapsed_s", "time_s")
+    assert {k: v for k, v in again.items() if k not in times} == {
+        k: v for k, v in whole.items() if k not in times
+    }
+
+
 def test_a_run_killed_at_every_trial_comes_to_its_end(tmp_path: Path) -> None:
     user = User(tmp_path, World(at_once=2))
     user.has()
