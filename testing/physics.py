@@ -139,8 +139,6 @@ class Physics:
         if stage:
             copies = 2 if zero["overlap_comm"] else 1
             buckets = 2 * copies * min(zero["reduce_bucket_size"], parameters)
-        if stage in (1, 2):
-            buckets += 2 * min(zero["allgather_bucket_size"], parameters)
         if stage == 3:
             live = min(zero["stage3_max_live_parameters"], parameters)
             prefetched = 2 * self.model.layer + zero["stage3_prefetch_bucket_size"]

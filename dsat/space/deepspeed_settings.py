@@ -161,8 +161,9 @@ SETTINGS = (
         "allgather_bucket_size",
         BUCKETS,
         (1, 2),
-        "small buckets save memory, large ones need fewer gathers",
+        "no effect with torch 1.13 or newer, which gathers everything at once",
         when=_several_slots,
+        unasked=_never,  # all_gather_dp_groups of runtime/utils.py, deepspeed 0.19.8
         elements=True,
     ),
     Setting("overlap_comm", _SWITCH_ON, (1, 2), _OVERLAP_REASON, when=_several_slots),

@@ -70,7 +70,7 @@ def test_cores_and_variables_reach_ranks_as_the_launcher_gives_them(
     (tmp_path / "ds.json").write_text(json.dumps({**config, "zero_allow_untested_optimizer": True}))
     command = ["deepspeed", "--num_gpus", "2", "--master_port", str(free_ports(1)[0])]
     command += ["train.py", "--deepspeed_config", "ds.json"]
-    others = "overlap_comm reduce_scatter reduce_bucket_size allgather_bucket_size "
+    others = "overlap_comm reduce_scatter reduce_bucket_size "
     others += "contiguous_gradients round_robin_gradients offload_optimizer"
     options = ["--train-batch-size", "own", "--zero-stages", "2", "--slots", "2", "--finals", "0"]
     options += ["--memory-model", "formula", *_SHORT, *others.split(), "--max-trials", "9"]

@@ -248,7 +248,7 @@ def test_nothing_above_the_end_of_the_data_is_proposed_again(method: str, told: 
 
 @pytest.mark.parametrize("method", ["asha", "binary"])
 def test_settings_are_drawn_until_some_fit(method: str) -> None:
-    space = Space(strategies=plain(2), micro_batches=range(1, 65), slots=2, num_params=10**9)
+    space = Space(strategies=plain(3), micro_batches=range(1, 65), slots=2, num_params=10**9)
     settings = [space.branches[0].settings(n) for n in range(space.branches[0].count)]
     assert len(settings) > 300
 

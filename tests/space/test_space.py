@@ -98,10 +98,9 @@ def test_buckets_are_no_larger_than_the_model_and_the_first_does_not_crowd_a_slo
         num_params=num_params,
         roomy_bucket=roomy,
     )
-    settings = dict(space.branches[0].searched)
-    for key in ("reduce_bucket_size", "allgather_bucket_size"):
-        assert settings[key][0] == first
-        assert sorted(settings[key]) == BUCKETS[:count]
+    sizes = dict(space.branches[0].searched)["reduce_bucket_size"]
+    assert sizes[0] == first
+    assert sorted(sizes) == BUCKETS[:count]
 
 
 # -- the whole space: conditions, offloading, and what the user wants
@@ -186,7 +185,11 @@ NEVER_UNASKED = [
 def test_what_changes_numbers_is_searched_only_when_asked_for() -> None:
     config = {"bf16": {"enabled": True}, "optimizer": {"type": "Adam"}}
     freedom = {"config": config, "offload_helps": True, "defaults": INSTALLED}
+    without_effect = "allgather_bucket_size"
+    assert without_effect not in _settings(Strategy(2), 8, **freedom)
+    assert without_effect in _settings(Strategy(2), 8, tune=(without_effect,), **freedom)
     never = set(NEVER_UNASKED) - ON_DEVICE - {"zero_hpz_partition_size", *PARALLELISM}
+    never -= {without_effect}
     assert {"bf16", "offload_optimizer.super_offload", "zero_quantized_weights"} < never
     for strategy in (Strategy(3), Strategy(3, CPU)):
         assert not never & set(_settings(strategy, 8, **freedom))
