@@ -38,10 +38,8 @@ def open_store(make: Callable[..., Any], args: Any, options: dict[str, Any]) -> 
     host, port = options.get("host_name"), options.get("port")
     if options.get("is_master") and port and is_loopback(host):
         options["use_libuv"] = False
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listening:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listening.bind((host, port))
-            listening.listen(_BACKLOG)
+        family = socket.AF_INET6 if ":" in str(host) else socket.AF_INET
+        with socket.create_server((host, port), family=family, backlog=_BACKLOG) as listening:
             options.setdefault("master_listen_fd", os.dup(listening.fileno()))
     return make(**options)
 
