@@ -67,7 +67,9 @@ def own_address(other: str) -> str:
 
 
 def is_loopback(host: Any) -> bool:
-    """Return whether an IP address is of the loopback interface; False for a host's name."""
+    """Return whether an address is of the loopback interface; False for another host's name."""
+    if host == "localhost":
+        return True
     try:
         return ipaddress.ip_address(str(host)).is_loopback
     except ValueError:

@@ -17,7 +17,7 @@ WITH_IPV6 = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=WITH_IPV6)])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", pytest.param("::1", marks=WITH_IPV6)])
 def test_a_store_of_one_host_listens_on_loopback_only(host: str) -> None:
     def address(master_listen_fd: int | None = None, **_: Any) -> str:
         assert master_listen_fd is not None, "torch would listen on all interfaces"
