@@ -71,14 +71,15 @@ def samples(batch_size: int, micro_steps: int) -> tuple[int | None, int]:
         micro_steps: micro steps so far, at most; steps at the end of an epoch may have had fewer.
 
     Returns:
-        The samples of an epoch that micro steps use, and all samples of the epochs begun so far;
-        None and 0 if no loader of known length loaded batches for at least half of the micro steps.
+        The samples of an epoch that micro steps use, and those of all epochs begun so far; None
+        and 0 if no loader of known length loaded batches for at least half of the micro steps.
     """
     of_epoch, of_all = 0, 0
     for (size, most), epochs in _begun.items():
         if size % batch_size == 0 and 2 * _read[size, most] >= micro_steps:
-            of_epoch = max(most * batch_size // size, of_epoch)
-            of_all += epochs * most
+            used = most * batch_size // size
+            of_epoch = max(used, of_epoch)
+            of_all += epochs * used
     return of_epoch or None, of_all
 
 

@@ -114,3 +114,15 @@ def test_data_for_fewer_micro_batches_than_a_step_has_are_told(scripts: Scripts)
     outcome = scripts.run(script, micro_batch=8, gas=4).outcome
     assert outcome.kind is OutcomeKind.INVALID and outcome.smaller_may_run, outcome
     assert outcome.most_samples == 7
+
+
+def test_only_the_part_of_the_data_that_micro_steps_use_counts(scripts: Scripts) -> None:
+    script = """
+engine = make_engine()
+for batch in loader_of(36, 12):
+    engine.backward(engine(batch[:4]).square().mean())
+    engine.step()
+"""
+    outcome = scripts.run(LOADS + script, micro_batch=4).outcome
+    assert "ended after 3 optimizer steps" in outcome.message
+    assert outcome.most_samples == 2, "for 5 steps"
