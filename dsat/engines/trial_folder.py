@@ -55,9 +55,9 @@ class CreatedFolders:
     def remove_empty(self) -> None:
         """Remove the empty folders, the newest first; log once the outermost of the others."""
         for name in reversed(self._names):
-            with contextlib.suppress(OSError):  # it is not empty, or is gone
+            with contextlib.suppress(OSError):  # it is not empty, a link, or gone
                 os.rmdir(name)
-        left = {name for name in self._names if os.path.isdir(name)}
+        left = {n for n in self._names if os.path.isdir(n) and not os.path.islink(n)}
         self._names.clear()
         for name in sorted(left - self._logged):
             if left.isdisjoint(map(str, Path(name).parents)):

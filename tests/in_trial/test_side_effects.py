@@ -293,10 +293,12 @@ def test_folders_that_a_trial_leaves_empty_are_removed(
             if each != "older":
                 files.note_created(user / each)
         (user / "kept" / "run" / "file").touch()
+        (user / "latest").symlink_to("kept/run")
+        files.note_created(user / "latest")
         created = CreatedFolders()
         with caplog.at_level("INFO", logger="dsat"):
             for _ in range(2):
                 created.add(trial)
                 created.remove_empty()
         assert [message.split()[5] for message in caplog.messages] == [str(user / "kept")]
-        assert sorted(path.name for path in user.iterdir()) == ["kept", "older"]
+        assert sorted(path.name for path in user.iterdir()) == ["kept", "latest", "older"]
