@@ -91,6 +91,7 @@ def test_checkpoints_and_trackers_are_left_alone(tmp_path: Path) -> None:
     assert best["tensorboard"]["enabled"] and best["wall_clock_breakdown"]
     logs = [path.read_text() for path in (told.folder / "run").rglob("stderr.log")]
     assert any("save_checkpoint did nothing" in log for log in logs)
+    assert any("load_checkpoint loaded only the client state" in log for log in logs)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from dsat.in_trial.adapters.user_files import UserFiles, absolute
 
 NOT_CHANGED = "trials leave older files alone: {} did nothing"
 NOT_SAVED = "checkpoints are neither saved, loaded nor deleted in trials: {} did nothing"
+NOT_LOADED = "{} loaded only the client state: model and optimizer fit only the stage that saved them"
 INSTEAD = "trials leave older files alone: what the script writes is in the trial's folder instead"
 _BESIDE = ("dir_fd", "src_dir_fd", "dst_dir_fd")  # as `shutil.rmtree` passes them
 
@@ -142,8 +143,10 @@ def skip(call: Call) -> Any:
 
 def load_checkpoint(call: Call) -> Any:
     """Load only the client state from a checkpoint, not the model or the optimizer."""
-    _say(call, NOT_SAVED)
-    return client_state(Path(call.argument("load_dir", 0)), call.argument("tag", 1))
+    loaded = client_state(Path(call.argument("load_dir", 0)), call.argument("tag", 1))
+    if loaded[0] is not None:
+        _say(call, NOT_LOADED)
+    return loaded
 
 
 # Model files of a DeepSpeed checkpoint, and their keys that are no client state (`_load_checkpoint`
