@@ -126,7 +126,7 @@ def _read_command_outcome(running: Running, reports: list[Outcome]) -> Outcome:
     before_engine = not (folder / PORTS_FILE).exists()
     when = "before it called deepspeed.initialize" if before_engine else "before it was measured"
     if steps := read_steps(folder):
-        when = f"after {steps} optimizer steps, {when}"
+        when = f"after {fmt.count(steps, 'optimizer step')}, {when}"
     message = f"{who} {how} {when}"
     return Outcome(kind, message=message, detail=log, before_engine=before_engine)
 

@@ -8,6 +8,7 @@ from typing import Any
 from dsat.errors import InvalidTrial
 from dsat.in_trial.agreement import rank_and_size
 from dsat.in_trial.meter_spec import MeterSpec, parallelism_of
+from dsat.values.format import count
 from dsat.values.parallelism import SEQUENCE_SIZE, TENSOR_SIZE
 
 ULYSSES = (
@@ -28,8 +29,8 @@ def check_arguments(arguments: Mapping[str, Any], slots: int) -> None:
     _, ranks = rank_and_size()
     if slots and ranks != slots:
         raise InvalidTrial(
-            f"{ranks} rank{'s' if ranks > 1 else ''} on {slots} devices: let the entrypoint start "
-            "a rank for each device, or give a trial as many devices as it starts ranks "
+            f"{count(ranks, 'rank')} on {count(slots, 'device')}: let the entrypoint start a rank "
+            "for each device, or give a trial as many devices as it starts ranks "
             "(resources.slots_per_trial, --devices)"
         )
     if any(cls.__name__ == "PipelineModule" for cls in type(arguments.get("model")).__mro__):

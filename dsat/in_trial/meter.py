@@ -26,6 +26,7 @@ from dsat.in_trial.measurement import Measurement
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.in_trial.profiler import device_name
 from dsat.in_trial.step_recorder import StepMarks, StepRecorder
+from dsat.values.format import count
 from dsat.values.outcome import Outcome, OutcomeKind
 
 NO_ENGINE = "the script ended without calling deepspeed.initialize with an optimizer"
@@ -114,8 +115,8 @@ class Meter:
         _, fed = loaders.samples(spec.micro_batch, self.steps_seen * spec.gas)
         most = fed // max(1, spec.options.end_step * spec.gas)
         return InvalidTrial(
-            f"the script ended after {self.steps_seen} optimizer steps{self._whose}, but steps up "
-            f"to {spec.options.end_step} are measured: give it more data or lower "
+            f"the script ended after {count(self.steps_seen, 'optimizer step')}{self._whose}, but "
+            f"steps up to {spec.options.end_step} are measured: give it more data or lower "
             "--end-profile-step",
             smaller_may_run=True,
             most_samples=most if 0 < most < spec.micro_batch else None,

@@ -198,9 +198,9 @@ def test_measures_the_first_engine_that_trains(clock: Clock) -> None:
     trained.forward(inputs)
     reference.forward(inputs)
     assert train(second, steps=30) is None
-    assert "of the engine that trains first" in meter.at_its_end().message
     trained.backward(inputs)
     trained.step()
+    assert "after 1 optimizer step of the engine that trains first" in meter.at_its_end().message
     told = measure(trained)
     assert metrics_of(told).latency == pytest.approx(10)
     assert told.warnings == (SEVERAL_ENGINES,)
