@@ -186,7 +186,7 @@ def tune(
     try:
         choice = submit.select_place(settings) if settings.engine not in local.ENGINES else None
         if choice is not None and choice.master is not None:
-            return _tune_on_cluster(settings, choice)
+            return _tune_on_cluster(settings, choice, calls)
         with prepare_run(settings) as ready:
             if settings.dry_run:
                 return _result_of_dry_run(settings, describe_plan(ready))
@@ -308,7 +308,13 @@ def _result_of_dry_run(settings: Settings, lines: Iterable[str]) -> Result:
     return Result(run_dir=None, metric=settings.metric, verdict="\n".join(lines))
 
 
-def _tune_on_cluster(settings: Settings, choice: Choice) -> Result:
+def _tune_on_cluster(settings: Settings, choice: Choice, callbacks: Sequence[Callback]) -> Result:
+    if callbacks:
+        raise UserInputError(
+            "work on this machine only",
+            where="callbacks",
+            hint="Leave them out, or use engine='local'.",
+        )
     ready = submit.prepare(settings, choice)
     if settings.dry_run:
         return _result_of_dry_run(settings, ready.describe())

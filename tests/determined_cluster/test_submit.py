@@ -50,6 +50,8 @@ def test_a_search_is_submitted_from_python(
     with pytest.raises(UserInputError) as caught:
         dsat_api.tune(config, engine="determined", no_fork=True)
     assert caught.value.where == "no_fork"
+    with pytest.raises(UserInputError, match="callbacks: work on this machine only"):
+        dsat_api.tune(config, callbacks=[print])
 
 
 def test_a_trial_on_the_cluster_submits_nothing(
