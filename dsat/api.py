@@ -31,7 +31,7 @@ from dsat.projecting.projection import Projection
 from dsat.run.journal import FILE_NAME
 from dsat.run.loop import Observer
 from dsat.run.run import Run
-from dsat.search import SEARCHES, Search
+from dsat.search import BUILT_IN, SEARCHES, Search
 from dsat.show import past_runs
 from dsat.show.summary import read_train_line
 from dsat.show.view import RunView, TrialView
@@ -66,7 +66,6 @@ logging.getLogger("dsat").addHandler(logging.NullHandler())
 
 Row = Mapping[str, Any]
 Callback = Callable[[Row], object]
-_BUILT_IN = tuple(SEARCHES)
 _Settings = TypeVar("_Settings", bound=ModelSettings)
 
 
@@ -227,7 +226,7 @@ def register_search(name: str, search: type[Search]) -> None:
         ValueError: dsat has a built-in method of this name.
         TypeError: the class is not a search, or does not implement every abstract method.
     """
-    if name in _BUILT_IN:
+    if name in BUILT_IN:
         raise ValueError(f"dsat has a method {name!r} itself: choose another name")
     is_search = isinstance(search, type) and issubclass(search, Search)
     if not is_search or inspect.isabstract(search):

@@ -27,6 +27,7 @@ from dsat.errors import DsatError, UserInputError
 from dsat.prepare import source
 from dsat.run.journal import ENGINE, FILE_NAME, to_text
 from dsat.run.run import Run
+from dsat.search import BUILT_IN
 from dsat.show import summary
 from dsat.show.view import RunView
 from dsat.space.plan import BY_FORMULA, BY_SIMULATION
@@ -134,6 +135,12 @@ def select_place(settings: Settings) -> Choice:
     for name in local_only:
         where = "a command" if name == "command" else settings.name_of(name)
         raise UserInputError("works on this machine only", where=where, hint=hint)
+    if settings.method not in BUILT_IN:
+        raise UserInputError(
+            f"the registered search {settings.method!r} works on this machine only",
+            where=settings.name_of("method"),
+            hint=hint,
+        )
     for name in ("tune", "listed_switches"):
         for switch in getattr(settings, name):
             if is_switch(switch) and not is_set_by_script(switch):

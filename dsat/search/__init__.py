@@ -19,6 +19,7 @@ SEARCHES: dict[str, type[Search]] = {
     "random": RandomSearch,
     "gridsearch": GridSearch,
 }
+BUILT_IN = tuple(SEARCHES)
 
 _SET_BY_RUNS = {"self", "problem"}
 

@@ -17,6 +17,7 @@ from dsat import api as dsat_api
 from dsat.cli import main
 from dsat.command.ds_config import DSAT_TRIAL_KEY
 from dsat.errors import UserInputError
+from dsat.search import SEARCHES, RandomSearch
 from testing.local import PROGRAMS
 from testing.master import StandIn
 from testing.master.logs import LogLine
@@ -40,7 +41,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def test_a_search_is_submitted_from_python(
-    master: StandIn, capsys: pytest.CaptureFixture[str]
+    master: StandIn, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = PRETEND / "deepspeed.yaml"
     result = dsat_api.tune(config, method="random", metric="throughput", detach=True)
@@ -52,6 +53,9 @@ def test_a_search_is_submitted_from_python(
     assert caught.value.where == "no_fork"
     with pytest.raises(UserInputError, match="callbacks: work on this machine only"):
         dsat_api.tune(config, callbacks=[print])
+    monkeypatch.setitem(SEARCHES, "mine", RandomSearch)
+    with pytest.raises(UserInputError, match="'mine' works on this machine only"):
+        dsat_api.tune(config, method="mine", metric="throughput", detach=True)
 
 
 def test_a_trial_on_the_cluster_submits_nothing(
