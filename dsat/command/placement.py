@@ -86,7 +86,8 @@ def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
     nodes = read_count(options, _NODES) or 1
     used, unused = read_devices(options, "--include", "-i"), read_devices(options, *_EXCLUDE)
     slots = read_count(options, "--num_gpus", "--num_accelerators") or len(used) or None
-    slots = slots or next(iter(hosts.values()), None)
+    if slots is None and (of_host := next(iter(hosts.values()), None)):
+        slots = len(set(range(of_host)).difference(unused)) or None
     launch = replace(launch, devices=used, not_devices=unused, nodes=nodes, takes_all=slots is None)
     return slots and nodes * slots, launch
 

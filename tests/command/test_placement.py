@@ -61,6 +61,24 @@ def test_machines_and_devices(options: str, found: dict[str, tuple[int, ...]]) -
     assert hosts_of(options) == found
 
 
+@pytest.mark.parametrize(
+    ("options", "slots", "devices", "not_devices"),
+    [
+        ("", 3, (), ()),
+        ("--exclude a:0", 2, (), (0,)),
+        ("-e a:0,2", 1, (), (0, 2)),
+        ("--include a:0,1", 2, (0, 1), ()),
+    ],
+)
+def test_devices_of_a_hostfile_of_one_machine(
+    options: str, slots: int, devices: tuple[int, ...], not_devices: tuple[int, ...]
+) -> None:
+    words = f"deepspeed --hostfile one {options} train.py"
+    found = entrypoint.parse(words, Path.cwd())
+    assert found.slots == slots and not found.launch.takes_all
+    assert (found.launch.devices, found.launch.not_devices) == (devices, not_devices)
+
+
 def test_a_hostfile_that_is_named_and_missing_is_told(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
