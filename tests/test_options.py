@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsat.options import AMOUNT, DURATION, LORA, MEMORY_SIZE, Kind, write_memory_size
+from dsat.options import AMOUNT, DURATION, LORA, MEMORY_SIZE, SWITCH, Kind, write_memory_size
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,13 @@ def test_measures(kind: Kind, text: str, value: float) -> None:
     assert kind.read(text) == value
     if kind is MEMORY_SIZE:
         assert kind.read(write_memory_size(int(value))) == value
+
+
+def test_switches_from_python() -> None:
+    assert SWITCH.read(("--flag", [True])) == ("--flag", (True,))
+    assert SWITCH.read(("--flag", [True, False])) == ("--flag", (True, False))
+    with pytest.raises(ValueError, match="1 is not the name of a switch"):
+        SWITCH.read((1, [2]))
 
 
 def test_adapters() -> None:

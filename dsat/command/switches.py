@@ -255,9 +255,11 @@ def parse(text: Any) -> tuple[str, tuple[Any, ...]]:
     """
     if isinstance(text, tuple):
         name, values = text
+        if not isinstance(name, str):
+            raise ValueError(f"{name!r} is not the name of a switch")
         listed = values if isinstance(values, (list, tuple)) else [values]
         if name.startswith("--") and all(isinstance(value, bool) for value in listed):
-            return name, (False, True)
+            return name, tuple(listed) or (False, True)
         text = write(name, listed)
     name, equals, values = str(text).partition("=")
     listed = [value for value in values.split(",") if value]
