@@ -14,6 +14,8 @@ from dsat.options import AMOUNT, DURATION, LORA, MEMORY_SIZE, SWITCH, Kind, writ
         (MEMORY_SIZE, "24 gib", 24 * 2**30),
         (MEMORY_SIZE, "1.5MiB", 3 * 2**19),
         (MEMORY_SIZE, "16GB", 16 * 10**9),
+        (MEMORY_SIZE, "24G", 24 * 2**30),
+        (MEMORY_SIZE, "1.5t", 3 * 2**39),
         (DURATION, "90", 90.0),
         (DURATION, "90s", 90.0),
         (DURATION, "2min", 120.0),
