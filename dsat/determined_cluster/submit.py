@@ -286,7 +286,8 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
     )
     files = upload.collect_files(experiment.model_dir, experiment.includes)
     upload.check_script(files, experiment.model_dir, program)
-    size = upload.check_size(files)
+    script = Path(program.script)
+    size = upload.check_size(files, script)
     submitted = Job(
         plan=plan,
         info={
@@ -305,7 +306,6 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
     config = job.runner_config(
         experiment, plan, max_restarts=settings.max_search_runner_restarts, changes=changes
     )
-    script = Path(program.script)
     return Submission(choice, experiment.name, submitted, config, files, size, script)
 
 

@@ -62,13 +62,14 @@ def collect_files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]
     return {t: source for t, source in found.items() if _OURS not in source.parents}
 
 
-def check_size(found: Files, limit_bytes: int = LIMIT_BYTES) -> int:
-    """Return the size in bytes of the user's files and this package.
+def check_size(found: Files, script: Path = Path(), limit_bytes: int = LIMIT_BYTES) -> int:
+    """Return the size in bytes of the user's files and this package, as `lay_out` copies them.
 
     Raises UserInputError, with the largest files, if it exceeds the limit.
     """
     sizes = Counter({target: source.stat().st_size for target, source in found.items()})
-    total = sizes.total() + sum(source.stat().st_size for source in _package().values())
+    sent = [*_trial_files(found, script).values(), *_package().values()]
+    total = sum(source.stat().st_size for source in sent)
     if total > limit_bytes:
         largest = ", ".join(f"{name} ({fmt.memory(n)})" for name, n in sizes.most_common(_SHOWN))
         raise UserInputError(
@@ -132,17 +133,22 @@ def lay_out(found: Files, job: str, folder: Path, script: Path = Path()) -> None
 
     If the script is in a subfolder, dsat is also put beside it, where Python looks for packages.
     """
-    package = _package()
-    if script.parent != Path() and not script.is_absolute():
-        beside = script.parent / PACKAGE_FOLDER
-        found = {**found, **{beside / target: source for target, source in package.items()}}
-    for name, contents in ((MODEL_FOLDER, found), (PACKAGE_FOLDER, package)):
+    folders = {MODEL_FOLDER: _trial_files(found, script), PACKAGE_FOLDER: _package()}
+    for name, contents in folders.items():
         (folder / name).mkdir()
         for target, source in contents.items():
             copy = folder / name / target
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, copy)
     (folder / JOB_FILE).write_text(job, encoding="utf-8")
+
+
+def _trial_files(found: Files, script: Path) -> Files:
+    """Return the files of the trials' folder, with this package beside a script in a subfolder."""
+    if script.parent == Path() or script.is_absolute():
+        return found
+    beside = script.parent / PACKAGE_FOLDER
+    return {**found, **{beside / target: source for target, source in _package().items()}}
 
 
 def _make_ignore_rule(root: Path) -> Ignore:

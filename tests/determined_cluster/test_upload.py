@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from dsat.cli import main
+from dsat.determined_cluster import upload
 from testing.master import StandIn
 
 CONFIG = """
@@ -86,6 +87,15 @@ def test_a_script_in_a_folder_below_finds_the_package_beside_it(
     assert dsat(model, "--detach", entrypoint="python3 scripts/train.py") == 0
     assert "model/scripts/dsat/__init__.py" in master.context(1)
     assert "model/dsat/__init__.py" not in master.context(1)
+
+
+@pytest.mark.parametrize("script", ["train.py", "scripts/train.py"])
+def test_all_that_is_sent_counts(script: str, model: Path, tmp_path: Path) -> None:
+    files, sent = {Path(script): model / "train.py"}, tmp_path / "sent"
+    sent.mkdir()
+    upload.lay_out(files, "", sent, Path(script))
+    size = sum(path.stat().st_size for path in sent.rglob("*") if path.is_file())
+    assert upload.check_size(files, Path(script)) == size
 
 
 def refused(capsys: pytest.CaptureFixture[str]) -> str:
