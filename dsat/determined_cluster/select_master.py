@@ -36,7 +36,10 @@ def choose(engine: str, *, fits: bool) -> Choice:
     if configured is None:
         return Choice(None, "no Determined master is configured")
     if not fits:
-        return Choice(None, f"a cluster takes CONFIG MODEL_DIR only, though {configured.reason}")
+        hint = "name one and its folder to tune there"
+        return Choice(
+            None, f"{configured.reason}, but a cluster runs experiment files only: {hint}"
+        )
     return configured
 
 
