@@ -179,7 +179,8 @@ class BorrowedModel:
         candidate = Question(**{name: request[name] for name in Question._fields})
         if candidate.switches:
             self._snapshot.change(functools.partial(_switch, wanted=candidate.switches))
-        micro_batch, packed_length = self._samples([args, dict(kwargs)])
+        batch = [args, dict(kwargs)]
+        micro_batch, packed_length = self._samples(batch)
         captured = Captured(
             initialize=self._initialize,
             arguments=self._arguments,
@@ -190,7 +191,7 @@ class BorrowedModel:
             on_host=self._on_host,
             uses_zero_init=self.uses_zero_init,
             # If the batch itself is older than the engine, age identifies no other tensors.
-            earlier=() if any(t in self.earlier for t in tensors_in(args)) else self.earlier,
+            earlier=() if any(t in self.earlier for t in tensors_in(batch)) else self.earlier,
         )
         config = as_simulated(ds_config.fill_in_auto(candidate.config, self._config))
         kind = ActivationPass if candidate.activations_only else Simulation

@@ -12,6 +12,7 @@ from torch.optim import SGD, Adam, AdamW
 
 from dsat.estimating.tables import needs_simulation
 from dsat.in_trial.profiler import hidden_size
+from dsat.simulation import borrowed_model
 from dsat.simulation.borrowed_model import BorrowedModel
 from dsat.simulation.captured import Captured, ModuleSnapshot
 from dsat.simulation.protocol import Question
@@ -81,3 +82,27 @@ def test_what_was_there_before_the_engine_is_no_batch() -> None:
     candidate = Question({}, micro_batch=4, slots=1)
     shapes = [captured.shape_for(candidate, t) for t in (weights, fixed, torch.ones(26, 4))]
     assert shapes == [[26], [4, 4], [8, 4]]
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_a_batch_older_than_the_engine_is_rescaled(
+    by_keyword: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with several rows per sample, and passed by keyword."""
+    pairs = torch.ones(26, 4)
+    config = {"train_micro_batch_size_per_gpu": 13}
+    borrowed = BorrowedModel(lambda **_: None, {"model": torch.nn.Linear(2, 2)}, config)
+    found: list[Captured] = []
+
+    class Ended(Exception): ...
+
+    def simulate(captured: Captured, _: Question) -> None:
+        found.append(captured)
+        raise Ended
+
+    monkeypatch.setattr(borrowed_model, "Simulation", simulate)
+    candidate = Question({}, micro_batch=32, slots=1)
+    args, kwargs = ((), {"pairs": pairs}) if by_keyword else ((pairs,), {})
+    with pytest.raises(Ended):
+        borrowed.begin(candidate._asdict(), args, kwargs, lambda _: None)
+    assert found[0].shape_for(candidate, pairs) == [64, 4]
