@@ -205,7 +205,8 @@ def _stage_1_or_2(s: Setup) -> _Parts:
 def _stage_3(s: Setup) -> _Parts:
     total, trained, size = s.facts.num_params, s.facts.trainable_params, s.model_bytes
     bucket, largest = s.bucket * size, s.facts.largest_param
-    own, reduced = size * total / s.slots, size * min(trained, s.bucket)
+    own, reduced = 0 if s.offload_param else size * total / s.slots, size * min(trained, s.bucket)
+    moved = size * largest * (1 + (1 / s.slots if s.offload_param else 0))  # into its part
     gathers = s.slots > 1 or s.offload_param
     # A parameter is gathered whole, whatever the limit.
     live = size * min(total, max(s.live, largest)) if gathers else 0
@@ -221,14 +222,14 @@ def _stage_3(s: Setup) -> _Parts:
             reduction -= max(0, live - size * (largest + 2 * s.prefetch))
             if s.slots > 1:  # the whole gradient is freed before the norm of its part
                 reduction -= size * largest
-        resident = bucket if s.offload_param else bucket + own
-        init = resident + size * largest * (1 + (1 / s.slots if s.offload_param else 0))
+        resident = bucket + own
+        init = resident + moved
         gradients = taken if largest <= s.bucket else reduced
         return _Parts(init, resident, live, 0, gradients, 0, reduction, gather)
     group = min(s.shard, s.sub_group)
     resident = own + (s.accumulation_bytes + s.state_bytes) * s.shard + bucket
     moments = 2 * s.moment_bytes * s.shard  # allocated in the first step
-    init = max(resident - moments + size * largest, own + 2 * s.master_bytes * s.shard)
+    init = max(resident - moments + moved, own + 2 * s.master_bytes * s.shard)
     step = (s.accumulation_bytes + s.cast_bytes) * group if size == 2 else 4 * group
     if s.accumulation_bytes > size:  # gradients are cast as they are reduced, not in the step
         reduced, step = reduced + s.accumulation_bytes * reduced // size, 4 * group

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dsat.memory.facts import ModelFacts, Setup
-from dsat.values.zero_strategy import NVME
+from dsat.values.zero_strategy import CPU
 
 PER_HOST = 8  # devices of a typical host
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -19,20 +19,17 @@ _ROUNDED = re.compile(r"\bpinned_max_(?:round_threshold|cached_size)_mb:(\d+)")
 def training(facts: ModelFacts, config: Mapping[str, Any], *, slots: int) -> tuple[float, float]:
     """Return the pinned and the pageable bytes of a rank's offloaded state.
 
-    Both are 0 unless the optimizer is offloaded, and if any state is on NVMe: its buffers are not
-    counted. The script's own memory is not counted either.
+    Neither buffers for state on NVMe nor the script's own memory are counted.
     """
     s = Setup.of(facts, config, slots)
-    if not s.offload_optimizer or NVME in (s.strategy.offload_optimizer, s.strategy.offload_param):
-        return 0, 0
-    of_gradients, of_params = list(_of_optimizer(s)), []
-    pinned, pageable = (0.0, 12 * s.shard) if s.strategy.stage == 3 else (0.0, 8 * s.shard)
-    if s.strategy.stage == 3 and s.offload_param:
-        of_params = [s.model_bytes * s.facts.num_params / s.slots]
-    pinned += sum(map(pinned_bytes, of_params))  # always pinned, whatever the setting
+    blocks, pinned, pageable = list(_of_optimizer(s)), 0.0, 0.0
+    if s.strategy.offload_param == CPU:  # always pinned, whatever the setting
+        pinned = pinned_bytes(s.model_bytes * s.facts.num_params / s.slots)
+    if s.strategy.offload_optimizer == CPU:
+        pageable = (12 if s.strategy.stage == 3 else 8) * s.shard
     if is_pinned(config):
-        return pinned + sum(map(pinned_bytes, of_gradients)), pageable
-    return pinned, pageable + sum(of_gradients)
+        return pinned + sum(map(pinned_bytes, blocks)), pageable
+    return pinned, pageable + sum(blocks)
 
 
 def loaded_bytes(facts: ModelFacts, config: Mapping[str, Any]) -> int:
@@ -61,7 +58,7 @@ def ranks(slots: int) -> int:
 
 def saved_without_pinning(facts: ModelFacts, config: Mapping[str, Any], *, slots: int) -> int:
     """Return the bytes that `"pin_memory": false` saves for all ranks of a typical host."""
-    if not is_pinned(config) or not any(training(facts, config, slots=slots)):
+    if not is_pinned(config):
         return 0
     blocks = _of_optimizer(Setup.of(facts, config, slots))
     return ranks(slots) * round(sum(pinned_bytes(size) - size for size in blocks))
@@ -89,7 +86,9 @@ def pinned_bytes(size: float) -> int:
 
 
 def _of_optimizer(s: Setup) -> Iterator[float]:
-    """Yield the sizes in bytes of a rank's optimizer state that may be pinned, by block."""
+    """Yield the sizes in bytes of a rank's offloaded optimizer state that may be pinned."""
+    if s.strategy.offload_optimizer != CPU:
+        return
     if s.strategy.stage != 3:
         yield from (4 * s.shard, 4 * s.shard, s.model_bytes * s.shard)
         yield s.model_bytes * s.facts.largest_param

@@ -23,7 +23,7 @@ from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.values import parallelism
 from dsat.values.codec import Recorded
 from dsat.values.outcome import MemoryUse, ModelProfile, Outcome, OutcomeKind
-from dsat.values.zero_strategy import of_config
+from dsat.values.zero_strategy import NVME, of_config
 
 # Multiples of the prediction that must fit, before and after an exact measurement.
 UNCALIBRATED_MARGIN, CALIBRATED_MARGIN = 1.05, 1.02
@@ -177,7 +177,9 @@ def _excess(facts: ModelFacts, anchor: Anchor, slots: int) -> dict[str, float]:
         for name in PHASES
     }
     by_formula = sum(host.training(facts, anchor.config, slots=slots))
-    more[_HOST] = anchor.estimate.host - by_formula if by_formula else 0.0
+    # State on NVMe is simulated on the host.
+    on_nvme = NVME in of_config(anchor.config).offloading.values()
+    more[_HOST] = anchor.estimate.host - by_formula if by_formula and not on_nvme else 0.0
     return {**more, **dict.fromkeys(_OF_PAIRS.values(), 0.0)}
 
 

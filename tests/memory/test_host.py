@@ -68,3 +68,16 @@ def test_sub_groups_of_many_sizes_are_rounded_one_by_one() -> None:
     facts = replace(FACTS, num_params=32_763_876_352, trainable_params=32_763_876_352)
     pinned, _ = host.training(replace(facts, usual_param=141_557_760), offloaded(3), slots=1)
     assert pinned / GIB == pytest.approx(256, rel=0.06)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "parameters", "bytes_each"),
+    [("none", "cpu", 2), ("nvme", "cpu", 2), ("cpu", "nvme", 18), ("nvme", "nvme", 0)],
+)
+def test_what_is_on_the_host_counts_whatever_is_elsewhere(
+    optimizer: str, parameters: str, bytes_each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", "native")  # which rounds nothing up
+    config = offloaded(3, device=optimizer)
+    config["zero_optimization"]["offload_param"] = {"device": parameters}
+    assert needed(config) == pytest.approx(bytes_each * FACTS.num_params, rel=0.01)

@@ -334,3 +334,11 @@ def test_the_block_that_was_asked_for_bounds_all_strategies(message: str) -> Non
     for shape in shapes:
         # Two blocks of 4 bytes for each pair have room up to 32,768.
         assert 25_000 < memory.largest(shape) < 33_500
+
+
+def test_state_on_nvme_is_simulated_on_the_host_and_not_counted_there() -> None:
+    mixed = config(3, offload_optimizer={"device": "nvme"}, offload_param={"device": "cpu"})
+    needed = sum(host.training(FACTS, mixed, slots=1))
+    estimate = closed_form.estimate(FACTS, mixed, slots=1, micro_batch=1)
+    memory = model(Anchor(mixed, 1, replace(estimate, host_pageable=4 * GIB)))
+    assert memory.shape(mixed, {}).host_bytes == needed > 0

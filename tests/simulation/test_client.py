@@ -104,6 +104,8 @@ newest = needs("deepspeed", "0.19.8", "allocates otherwise than the closed form 
             [
                 {"stage": 0},
                 {"stage": 3, "offload": "optimizer param"},
+                {"stage": 3, "offload": "param"},
+                {"stage": 3, "offload": "param", "slots": 4},
                 # More than a bucket, all of which is there before any of it is reduced.
                 {"stage": 1, "bucket": 1_000_000, "micro_batch": 1, "slots": 4},
                 # The bucket is allocated while most activations are there.
