@@ -40,13 +40,13 @@ BY_HIDDEN_SIZE: Mapping[str, Callable[[int], int]] = {
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read a DeepSpeed configuration from a file of any name; see `use_current_names`.
+    """Read a DeepSpeed configuration from a file of any name, and `normalize` it.
 
     Raises:
         UserInputError: it cannot be read, does not parse (with the line), or is not a mapping.
     """
     try:
-        return use_current_names(parse(document.read_text(path)))
+        return normalize(parse(document.read_text(path)))
     except ValueError as error:
         raise UserInputError(str(error), where=str(path)) from None
 
@@ -108,8 +108,40 @@ _CURRENT_NAMES = {
 }
 
 
-def use_current_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration whose ZeRO settings have their current names."""
+# Settings that dsat reads, and that DeepSpeed's models convert: "true" and 1 to true, "5" to 5.
+_MODELS = ("bf16", "bfloat16", "fp16", "zero_optimization")
+_FLAGS = """
+    bf16_master_weights_and_grads bf16_optimizer_states contiguous_gradients enabled
+    fp16_master_weights_and_grads overlap_comm pin_memory reduce_scatter stage3_allgather_sequential
+    stage3_gather_16bit_weights_on_model_save use_multi_rank_bucket_allreduce
+""".split()
+_TRUTHS = dict.fromkeys("1 on t true y yes".split(), True)
+_TRUTHS |= dict.fromkeys("0 off f false n no".split(), False)
+# Sizes of `zero_optimization` that dsat calculates with (`ge=0` in runtime/zero/config.py, 0.19.8).
+_SIZES = """
+    allgather_bucket_size reduce_bucket_size stage3_max_live_parameters
+    stage3_prefetch_bucket_size sub_group_size
+""".split()
+
+
+def normalize(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the current names and the types of DeepSpeed's settings."""
+    found = _use_current_names(config)
+    return {key: _convert(value) if key in _MODELS else value for key, value in found.items()}
+
+
+def _convert(value: Any, key: str = "") -> Any:
+    if isinstance(value, Mapping):
+        return {name: _convert(each, name) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_convert(each, key) for each in value]
+    if key in _FLAGS:
+        return _TRUTHS.get(str(value).lower(), value)
+    is_size = key in _SIZES and isinstance(value, str) and value.isdecimal()
+    return int(value) if is_size and len(value) < 20 else value
+
+
+def _use_current_names(config: Mapping[str, Any]) -> dict[str, Any]:
     zero = config.get("zero_optimization")
     if not isinstance(zero, Mapping):
         return dict(config)
@@ -131,10 +163,6 @@ _SECTIONS = """
     scheduler.params tensor_parallel torch_autocast zero_optimization
     zero_optimization.offload_optimizer zero_optimization.offload_param
 """.split()
-# Sizes of `zero_optimization` that dsat calculates with (`ge=0` in runtime/zero/config.py, 0.19.8).
-_SIZES = """
-    allgather_bucket_size reduce_bucket_size stage3_prefetch_bucket_size sub_group_size
-""".split()
 
 
 def check_sections(config: Mapping[str, Any], *, where: str) -> None:
@@ -152,7 +180,7 @@ def check_sections(config: Mapping[str, Any], *, where: str) -> None:
     for name in _SIZES:
         path = f"zero_optimization.{name}"
         value = zero.get(name)
-        if value not in (None, AUTO) and not (isinstance(value, str) and value.isdecimal()):
+        if value not in (None, AUTO):
             whole_number(value, f"{where}: {path}", least=0)
 
 

@@ -148,7 +148,7 @@ def make_experiment(
     if isinstance(config, Path):
         path, where, content = config, str(config), ds_config.read(config)
     else:
-        path, where, content = folder, config_name, ds_config.use_current_names(config)
+        path, where, content = folder, config_name, ds_config.normalize(config)
     ds, listed = value_lists.split(content, where=where)
     return Experiment(
         path=path,
@@ -253,7 +253,7 @@ def _hyperparameters(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     found = {str(key): _constant(value, f"{where}.{key}") for key, value in hparams.items()}
     inline = {key: found.get(key) for key in (CONFIG_KEY, OVERWRITE_KEY)}
     return found | {
-        key: ds_config.use_current_names(value)
+        key: ds_config.normalize(value)
         for key, value in inline.items()
         if isinstance(value, Mapping)
     }

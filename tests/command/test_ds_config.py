@@ -12,11 +12,13 @@ from dsat.command.ds_config import (
     check_sections,
     fingerprint,
     merge,
+    normalize,
     parse,
     read,
-    use_current_names,
 )
+from dsat.memory import closed_form
 from testing.scenarios import User
+from testing.simulation_host import facts_of
 from tests.command.plans import Reader
 
 NESTED: dict[str, Any] = {
@@ -84,16 +86,47 @@ def test_every_other_name_is_known() -> None:
 
     fields = DeepSpeedZeroConfig.model_fields
     aliases = {name: field.alias for name, field in fields.items() if field.alias}
-    assert use_current_names({"zero_optimization": dict.fromkeys(aliases, 1)}) == {
+    assert normalize({"zero_optimization": dict.fromkeys(aliases, 1)}) == {
         "zero_optimization": dict.fromkeys(aliases.values(), 1)
     }
     both = {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}}
-    assert use_current_names(both) == both, "which DeepSpeed refuses"
+    assert normalize(both) == both, "which DeepSpeed refuses"
 
 
 @pytest.mark.parametrize("size", [None, "auto", 0, 500_000_000, 5e8, "500000000"])
 def test_sizes_that_deepspeed_takes_are_taken(size: object) -> None:
-    check_sections({"zero_optimization": {"reduce_bucket_size": size}}, where="ds.json")
+    config = normalize({"zero_optimization": {"reduce_bucket_size": size}})
+    check_sections(config, where="ds.json")
+
+
+@pytest.mark.parametrize("text", ["1", "On", "TRUE", "y", "0", "off", "False", "no", "5", "maybe"])
+def test_text_is_read_as_deepspeed_reads_it(text: str) -> None:
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    for name, key, model in (
+        ("zero_optimization", "overlap_comm", DeepSpeedZeroConfig),
+        ("zero_optimization", "sub_group_size", DeepSpeedZeroConfig),
+        ("bf16", "enabled", DeepSpeedBF16Config),
+    ):
+        found = normalize({name: {key: text}})[name][key]
+        try:
+            expected = getattr(model(**{key: text}), key)
+        except ValueError:  # DeepSpeed refuses it
+            expected = text
+        assert found == expected and type(found) is type(expected)
+
+
+def test_predictions_know_settings_that_are_text() -> None:
+    facts = facts_of(10**9)
+    text = {"stage": 2, "reduce_bucket_size": "50000000", "overlap_comm": "true"}
+    typed = {"stage": 2, "reduce_bucket_size": 50_000_000, "overlap_comm": True}
+    configs = [
+        normalize({"fp16": {"enabled": enabled}, "zero_optimization": zero})
+        for enabled, zero in (("true", text), (1, typed), (True, typed))
+    ]
+    one, *others = [closed_form.estimate(facts, c, slots=2, micro_batch=1) for c in configs]
+    assert others == [one, one]
 
 
 def test_merge_lays_one_over_the_other() -> None:
