@@ -74,7 +74,7 @@ class Forecast:
             smallest = self._space.micro_batches[0]
             shape, _ = self._shapes_of(settings)
             needed = self.model.predicted_bytes(shape, smallest)
-            ending = f"predicted largest micro batch {largest}" if largest else "does not fit"
+            ending = f"fits up to micro batch {largest}" if largest else "does not fit"
             ran = self._ran.get(shape.strategy)
             if ran and not largest:
                 ending = f"predicted not to fit with its first settings, but micro batch {ran} ran"

@@ -59,7 +59,8 @@ class ModelSettings(Target):
         "--seq-length",
         goes_with="--model",
         kind=at_least(1),
-        help="with --model: tokens of a sample (default: 2048, or what the model has at most)",
+        help="with --model: tokens of a sample (default: 2048, or the model's maximum if that is "
+        "smaller)",
     )
     lora: Mapping[str, str] | None = option(
         "--lora",
@@ -92,7 +93,5 @@ class ModelSettings(Target):
 
     def __post_init__(self) -> None:
         if self.model is not None and (self.command or self.config is not None):
-            raise UserInputError(
-                "is for a model without a script, and there is a script", where="--model"
-            )
+            raise UserInputError("cannot be combined with a script", where="--model")
         check_together(self)

@@ -17,6 +17,7 @@ from dsat.simulation.client import SimulationHost, SimulationUnavailable, Simula
 from dsat.simulation.protocol import Question
 from dsat.space.plan import Plan
 from dsat.space.space import searched_switches
+from dsat.values import format as fmt
 from dsat.values import slow
 from dsat.values.outcome import ModelProfile
 from dsat.values.zero_strategy import of_config
@@ -55,7 +56,7 @@ def of_run(
     if _is_plenty(plan, profile, configs):
         note = f"all micro batches up to {plan.allowed_micro_batches[-1]} have plenty of room"
         return Basis.of_profile(profile, plan.switches, note=note)
-    operation = f"predicting memory: DeepSpeed on fake tensors, {len(configs)} configurations"
+    operation = f"simulating memory of {fmt.count(len(configs), 'configuration')}"
     variants: list[Variant] = []
     with slow.logged(_log, operation, at_once=True, hint=_FASTER):
         for switches in _all_switches(plan):

@@ -26,7 +26,7 @@ _MICRO_BATCHES_FOR_SLOPES, _TOKENS_FOR_SLOPES = (256, 512), MOST_TOKENS // 2
 # Sections that a model's own passes depend on; the script's values replace "auto" in them.
 _OF_ACTIVATIONS = ("bf16", "bfloat16", "fp16", "torch_autocast", "activation_checkpointing")
 _DEPENDS_ON_DATA = "DynamicOutputShapeException"  # torch._subclasses.fake_tensor
-_OF_EXPERTS = " (shapes depend on data, as those of experts before transformers 5)"
+_OF_EXPERTS = " (shapes depend on data; mixture-of-experts models need transformers 5)"
 _POLL_S = 0.05
 _PATIENCE_S = 10.0  # beyond the limit at which the server itself ends a simulation
 
@@ -113,7 +113,7 @@ class Simulator:
                 raise SimulationUnavailable(message)
             if not is_running:
                 raise SimulationUnavailable(
-                    "the script's process died before its first step, without a word"
+                    "the script's process ended before its first step without an error message"
                 )
             if time.monotonic() > deadline:
                 raise SimulationUnavailable(

@@ -106,7 +106,8 @@ def build(path: Path, dtype: torch.dtype) -> torch.nn.Module:
         said = textwrap.shorten(str(error), 300) or type(error).__name__
         raise InvalidTrial(
             f"transformers {transformers.__version__} refuses {path.name}: {said.strip(' .')}. "
-            "Give another version of transformers, or your training script instead"
+            "Install another version of transformers, or pass your training script instead of "
+            "--model"
         ) from error
     config.use_cache = False
     named = type_argument(dtype)

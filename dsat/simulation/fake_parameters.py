@@ -25,6 +25,7 @@ import torch
 import wrapt
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from dsat.simulation.protocol import SimulationUnsupported
 from dsat.simulation.versions.transformers_models import loads_float32, type_argument
 
 aten = torch.ops.aten
@@ -36,10 +37,6 @@ _LARGEST_INITIAL_BYTES = 2**25
 _INITIAL_VALUES = ("empty", "full", "ones", "rand", "randn", "zeros")
 _LARGEST_FILE_READ_BYTES = 2**25
 _NOT_FAKED = ("gguf_file", "quantization_config", "tp_plan")
-
-
-class NotFaked(Exception):
-    """The script requests something that needs real parameters."""
 
 
 class ScriptMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -265,7 +262,7 @@ def _from_config_alone(cls: Any, name: Any, *model_args: Any, **kwargs: Any) -> 
     """Replace `PreTrainedModel.from_pretrained`: read the configuration, and no weights."""
     asked = [key for key in _NOT_FAKED if kwargs.pop(key, None) is not None]
     if asked:
-        raise NotFaked(f"from_pretrained with {asked[0]}")
+        raise SimulationUnsupported(f"from_pretrained with {asked[0]} cannot be simulated")
     implementation = kwargs.pop("attn_implementation", None)
     dtype = kwargs.pop("torch_dtype", None)
     dtype = kwargs.pop("dtype", dtype)
@@ -279,7 +276,7 @@ def _from_config_alone(cls: Any, name: Any, *model_args: Any, **kwargs: Any) -> 
             config or name, return_unused_kwargs=True, **kwargs
         )
     if getattr(config, "quantization_config", None) is not None:
-        raise NotFaked("a quantized model")
+        raise SimulationUnsupported("a quantized model cannot be simulated")
     config.name_or_path = str(name)
     if implementation is not None:
         config._attn_implementation = implementation

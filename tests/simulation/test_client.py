@@ -229,7 +229,7 @@ def test_a_script_whose_process_dies_is_not_waited_for(tmp_path: Path) -> None:
     program = tmp_path / "program"
     shutil.copytree(PROGRAMS / "memory", program)
     (program / "train.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
-    with pytest.raises(SimulationUnavailable, match="died before its first step"):
+    with pytest.raises(SimulationUnavailable, match="ended before its first step"):
         next(simulator_of("gpt", tmp_path / "run", as_cpu=False, program=str(program)))
 
 

@@ -17,6 +17,7 @@ from dsat.simulation.fake_parameters import (
     FakeParameters,
     is_scripts,
 )
+from dsat.simulation.protocol import SimulationUnsupported
 from dsat.simulation.versions.transformers_models import loads_float32, type_argument
 
 WIDE, OWN = 2**15, 2**10  # matrices of so many rows and columns take 4 GiB and 4 MiB
@@ -109,6 +110,13 @@ def test_pretrained_weights_need_not_be_there(fakes: FakeParameters, tmp_path: P
         tmp_path, **type_argument(torch.float32)
     )
     assert sized.dtype == torch.float32
+
+
+def test_a_quantized_model_cannot_be_simulated(fakes: FakeParameters, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(quantization_config={"quant_method": "bitsandbytes"})
+    with pytest.raises(SimulationUnsupported, match="a quantized model cannot be simulated"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path, config=config)
 
 
 def test_zero_init_leaves_fake_parameters_whole(fakes: FakeParameters) -> None:
