@@ -37,6 +37,7 @@ _LARGEST_INITIAL_BYTES = 2**25
 _INITIAL_VALUES = ("empty", "full", "ones", "rand", "randn", "zeros")
 _LARGEST_FILE_READ_BYTES = 2**25
 _NOT_FAKED = ("gguf_file", "quantization_config", "tp_plan")
+_LOADING_INFO = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
 
 
 class ScriptMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -263,6 +264,7 @@ def _from_config_alone(cls: Any, name: Any, *model_args: Any, **kwargs: Any) -> 
     asked = [key for key in _NOT_FAKED if kwargs.pop(key, None) is not None]
     if asked:
         raise SimulationUnsupported(f"from_pretrained with {asked[0]} cannot be simulated")
+    with_info = kwargs.pop("output_loading_info", False)
     implementation = kwargs.pop("attn_implementation", None)
     dtype = kwargs.pop("torch_dtype", None)
     dtype = kwargs.pop("dtype", dtype)
@@ -285,7 +287,7 @@ def _from_config_alone(cls: Any, name: Any, *model_args: Any, **kwargs: Any) -> 
     kwargs = {key: value for key, value in kwargs.items() if key in taken}
     model = cls._from_config(config, *model_args, **named, **kwargs)
     model.eval()
-    return model
+    return (model, {name: [] for name in _LOADING_INFO}) if with_info else model
 
 
 def _dtype(asked: Any, config: Any) -> torch.dtype:

@@ -110,6 +110,9 @@ def test_pretrained_weights_need_not_be_there(fakes: FakeParameters, tmp_path: P
         tmp_path, **type_argument(torch.float32)
     )
     assert sized.dtype == torch.float32
+    pair = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(pair[0]) is type(model) and not any(pair[1].values())
+    assert {"missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"} == pair[1].keys()
 
 
 def test_a_quantized_model_cannot_be_simulated(fakes: FakeParameters, tmp_path: Path) -> None:
