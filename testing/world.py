@@ -227,6 +227,7 @@ class World(Physics):
             "strategy": trial.strategy,
             "micro_batch": trial.batch.micro_batch,
             "gas": trial.batch.gas,
+            "batch_flag": trial.batch_flag,
         }
 
     def answer(self, config: Mapping[str, Any], switches: Mapping[str, Any] = {}) -> Outcome:

@@ -55,7 +55,13 @@ OWN_BOUNDARY = (
 )
 _BATCH_SIZES = {"bs", "bsz", "mbs"}  # in flags
 _SHORT = ("-b", "-bs")  # flags
-_OTHER_BATCHES = ("eval", "valid", "test")  # parts of flags
+# Names without dashes: usual ones of the batch size, and parts of those of anything else.
+_USUAL = re.compile(
+    r"b|bsz?|mbs|(per_(device|gpu)_)?(train_)?(micro_)?batch_size(_per_(device|gpu))?"
+)
+_OTHER_BATCHES = re.compile(
+    r"eval|valid|test|(?<![a-z])(dev(?!ice)|every|gen|infer|log|pred|val)", re.IGNORECASE
+)
 _DEPTH = 4  # of containers that are searched for tensors
 _LARGE = 256  # values; searching them takes some tenths of a millisecond
 
@@ -280,9 +286,9 @@ class LeafFinder:
 
 
 def find_batch_flag(args: Sequence[str], fed: int, options: Mapping[str, Any]) -> str:
-    """Return the script's flag for a batch size whose value is `fed`; empty if there is none.
+    """Return the script's likeliest flag for its batch size, which has the value `fed`.
 
-    `options` are flags that the script declares, with their defaults.
+    It is empty if there is none. `options` are flags that the script declares, with their defaults.
     """
     given = {}
     for word, after in zip(args, [*args[1:], ""], strict=False):
@@ -290,13 +296,20 @@ def find_batch_flag(args: Sequence[str], fed: int, options: Mapping[str, Any]) -
         # `train.batch_size=4`, as Hydra takes it
         if has_value or flag.startswith("--") or flag in _SHORT:
             given[flag] = value if has_value else after
-    for flag, value in {**given, **options, **given}.items():
-        is_about_training = not any(part in flag.lower() for part in _OTHER_BATCHES)
-        is_usual = flag in _SHORT or _BATCH_SIZES & set(re.split(r"\W|_", flag.lower()))
-        is_named = is_usual or "batch" in flag.lower()
-        if is_named and is_about_training and str(value) == str(fed):
-            return flag
-    return ""
+    found = [
+        flag for flag, value in {**given, **options, **given}.items() if str(value) == str(fed)
+    ]
+    return min(filter(_may_be_batch, found), key=_unlikeliness, default="")
+
+
+def _may_be_batch(flag: str) -> bool:
+    is_short = flag in _SHORT or _BATCH_SIZES & set(re.split(r"\W|_", flag.lower()))
+    return bool(is_short or "batch" in flag.lower()) and not _OTHER_BATCHES.search(flag)
+
+
+def _unlikeliness(flag: str) -> int:
+    name = flag.lower().lstrip("-").replace("-", "_").rpartition(".")[2]
+    return 0 if _USUAL.fullmatch(name) else 2 if name.endswith("batches") else 1
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:

@@ -18,27 +18,28 @@ class BatchFlag:
 
     Attributes:
         name: flag that later trials get; empty if there is none.
-        refusal: message of the trial with the flag that could not be measured, because the script
-            feeds another batch or accumulation anyway; no later trial gets the flag. Empty if none.
+        refused: by flag, message of a trial with it that could not be measured; no later trial gets
+            it. The script may feed another batch all the same, or have a constant accumulation.
     """
 
     def __init__(self, outcomes: Mapping[int, Outcome]) -> None:
-        self.name = self.refusal = ""
+        self.name = ""
+        self.refused: dict[str, str] = {}
         self._outcomes = outcomes
 
     def update(self, trial: Trial, outcome: Outcome, own_micro_batch: int) -> None:
-        is_refused = outcome.kind is OutcomeKind.INVALID and not outcome.smaller_may_run
-        if trial.batch_flag and is_refused and not self.refusal:
-            self.refusal = outcome.message
-        if self.refusal:
+        flag, is_invalid = trial.batch_flag, outcome.kind is OutcomeKind.INVALID
+        if flag and is_invalid and not outcome.smaller_may_run:
+            self.refused.setdefault(flag, outcome.message)
+        if (not flag or flag in self.refused) and outcome.fixed_batch == own_micro_batch:
+            flag = outcome.batch_flag  # with a refused flag changed, it may be another
+        if flag and flag not in self.refused:
+            self.name = flag
+        elif self.name in self.refused:
             self.name = ""
-        elif trial.batch_flag:
-            self.name = trial.batch_flag
-        elif outcome.fixed_batch == own_micro_batch:
-            self.name = outcome.batch_flag
 
     def supersedes(self, trial: Trial) -> bool:
         """Return whether a trial failed because it lacked the flag, so it may be run with it."""
         outcome = self._outcomes.get(trial.id)
         fed_another = outcome is not None and not outcome.ok and outcome.fixed_batch is not None
-        return fed_another and bool(self.name) and not trial.batch_flag
+        return fed_another and bool(self.name) and trial.batch_flag != self.name

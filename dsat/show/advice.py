@@ -45,8 +45,9 @@ def advise_batch(run: Run) -> list[str]:
         )
         if fixed.batch_flag:
             advice = f"Add {mapping}{fixed.batch_flag}."
-        if run.batch_flag.refusal:
-            advice = f"With {fixed.batch_flag}: {run.batch_flag.refusal}."
+        if run.batch_flag.refused:
+            *_, (flag, message) = run.batch_flag.refused.items()
+            advice = f"With {flag}: {message}."
         return [
             f"Micro batch: not searched, because the script feeds {fixed.fixed_batch} samples "
             f"whatever the configuration says. {advice}"

@@ -195,6 +195,9 @@ def test_pairs_that_grow_with_the_micro_batch_are_not_refused(clock: Clock) -> N
     assert told.ok and told.warnings == (UNCOUNTED,)
 
 
+LIKELIEST = "data.per_device_train_batch_size"
+
+
 @pytest.mark.parametrize(
     ("args", "options", "flag"),
     [
@@ -213,6 +216,12 @@ def test_pairs_that_grow_with_the_micro_batch_are_not_refused(clock: Clock) -> N
         (["--batch-log", "9"], {"--batch-log": None, "--micro_batch": 7}, "--micro_batch"),
         (["--micro_batch", "9"], {"--micro_batch": 7}, ""),
         ([], {"--eval_batch_size": 7}, ""),
+        # Flags of something else, and less likely ones, although they come first.
+        (["--val_batch_size", "7", "--batch_size", "7"], {}, "--batch_size"),
+        (["--log_every_n_batches", "7", "--gen-batch=7"], {"--batch_size": 7}, "--batch_size"),
+        (["--max_batches", "7", "--loader_batch", "7"], {}, "--loader_batch"),
+        (["--loader_batch=7", "data.per_device_train_batch_size=7"], {}, LIKELIEST),
+        (["--max_batches", "7"], {}, "--max_batches"),
     ],
 )
 def test_the_flag_of_the_batch_size_is_one_that_the_script_has(

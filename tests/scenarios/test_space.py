@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -245,3 +246,30 @@ def test_the_flag_of_a_fixed_batch_follows_the_micro_batch(
     assert bool(needs) is (size != 4)
     said = [line for line in told.json["verdict"] if line.startswith("Micro batch: not searched")]
     assert bool(said) == bool(refusal) and all(f"With --batch-size: {refusal}" in x for x in said)
+
+
+@pytest.mark.parametrize("method", EACH_METHOD)
+def test_another_flag_is_tried_after_one_that_changes_nothing(user: User, method: str) -> None:
+    """Once it has another value than the batch, it hides the right one no longer."""
+    others = [size for size in range(1, 1024) if size != 4]
+    flags = ("", "--pool-batch", "--batch-size")
+    user.world = World(
+        failures=tuple(
+            Failure(
+                *("INVALID", {"micro_batch": others, "batch_flag": flag}, f"{flag} feeds 4"),
+                fixed_batch=4,
+                batch_flag=another,
+            )
+            for flag, another in itertools.pairwise(flags)
+        )
+    )
+    user.has({"train_micro_batch_size_per_gpu": 4})
+    told = user.tunes("--max-trials", 10, "--finals", 2, method=method)
+    assert told.status == 0, told.err
+    trials = {e["trial"]["id"]: e["trial"] for e in user.events() if e["event"] == "proposed"}
+    ended = [e for e in user.events() if e["event"] == "finished"]
+    ran = [e["trial_id"] for e in ended if e["outcome"]["kind"] == "OK"]
+    assert [trials[e["trial_id"]]["batch_flag"] for e in ended[1:3]] == [*flags[:2]]
+    assert {trials[i]["batch_flag"] for i in ran[1:]} == {flags[2]}
+    assert len({trials[i]["batch"]["micro_batch"] for i in ran}) > 1
+    assert not [line for line in told.json["verdict"] if line.startswith("Micro batch: not")]
