@@ -30,6 +30,7 @@ from dsat.in_trial.adapters import install, trackers
 from dsat.in_trial.adapters.hf_trainer import TrainerSettings
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.agreement import rank_and_size
+from dsat.in_trial.batches import find_batch_flag
 from dsat.in_trial.memory_limit import limit_memory, limit_to_host
 from dsat.in_trial.meter import Meter
 from dsat.in_trial.rank_files import (
@@ -47,7 +48,7 @@ from dsat.in_trial.script_switches import ScriptSwitches
 from dsat.simulation import server
 from dsat.values import host_limits
 from dsat.values.files import write_atomically
-from dsat.values.outcome import Outcome
+from dsat.values.outcome import Outcome, OutcomeKind
 
 FAILED = 1
 _IS_ENDED_WITHIN_S = 30.0
@@ -185,6 +186,8 @@ class Rank:
             self.finish()
             return
         found = self._outcome_of(error)
+        if found.kind is OutcomeKind.ERROR:
+            found = replace(found, batch_flag=self._find_unchanged_flag())
         if self._server is not None:
             message = self._server.failed(error) or found.message
             found = replace(found, message=message)
@@ -225,6 +228,14 @@ class Rank:
         return replace(
             failures.outcome(error), message=f"the script ended with sys.exit({error.code!r})"
         )
+
+    def _find_unchanged_flag(self) -> str:
+        """Return a flag with the user's micro batch where this trial's is another; or empty."""
+        spec = self._spec.meter
+        own = None if spec is None else spec.options.own_micro_batch
+        if spec is None or own in (None, spec.micro_batch):
+            return ""
+        return find_batch_flag(sys.argv[1:], own, TRIAL.script_options)
 
     @property
     def is_rank(self) -> bool:

@@ -68,9 +68,9 @@ class Decisions:
             trial = self.run.trials[event["trial_id"]]
             if trial.profiles:
                 self._profiling.update(trial, event["outcome"])
-            is_other = self.run.batch_flag.name != flag
-            if is_other or event["outcome"].fixed_batch is not None:
-                self._searching = None  # micro batches or the flag of trials may differ now
+            is_other, outcome = self.run.batch_flag.name != flag, event["outcome"]
+            if is_other or outcome.fixed_batch is not None or outcome.batch_flag:
+                self._searching = None  # its space has other micro batches, or trials another flag
 
     def find_reusable(self, earlier: Sequence[Measured]) -> Iterator[tuple[Trial, Measured]]:
         """Yield trials of this run that earlier runs have measured already.

@@ -37,8 +37,10 @@ def advise_batch(run: Run) -> list[str]:
     plan = run.plan
     own = plan.own_batch
     fixed = next((each for each in run.outcomes.values() if each.fixed_batch), None)
-    if fixed is not None and not run.batch_flag.name:
-        mapping = "--arg-mapping train_micro_batch_size_per_gpu="
+    mapping, flag = "--arg-mapping train_micro_batch_size_per_gpu=", run.batch_flag.name
+    if run.batch_flag.is_guess:
+        return [f"Micro batch: the script may need it in {flag} as well. Add {mapping}{flag}."]
+    if fixed is not None and not flag:
         advice = (
             "Take it from engine.train_micro_batch_size_per_gpu(), or name the script's flag: "
             f"{mapping}FLAG."

@@ -213,6 +213,23 @@ def test_only_what_is_no_fault_of_the_settings_is_run_again(
     assert (tmp_path / "starts").read_text().count("start") == starts
 
 
+COMPARES = """
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch_size", type=int, default=2)
+same = own_config()["train_micro_batch_size_per_gpu"] == parser.parse_known_args()[0].batch_size
+assert same, "mismatch"
+train(make_engine())
+"""
+
+
+def test_an_error_names_the_flag_that_has_the_users_micro_batch(tmp_path: Path) -> None:
+    with scripts_in(tmp_path, own_micro_batch=2) as scripts:
+        scripts.run(COMPARES).well()
+        for own_again, flag in (("", "--batch_size"), ("assert False", "")):
+            found = scripts.run(f"{own_again}{COMPARES}", micro_batch=2 if own_again else 4).outcome
+            assert (found.kind, found.batch_flag) == (OutcomeKind.ERROR, flag), found
+
+
 BESIDE = """
 starts = FOLDER.parents[2] / f"starts{own_config()['number']}"
 with open(os.open(starts, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a") as file:

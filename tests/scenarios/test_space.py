@@ -273,3 +273,49 @@ def test_another_flag_is_tried_after_one_that_changes_nothing(user: User, method
     assert {trials[i]["batch_flag"] for i in ran[1:]} == {flags[2]}
     assert len({trials[i]["batch"]["micro_batch"] for i in ran}) > 1
     assert not [line for line in told.json["verdict"] if line.startswith("Micro batch: not")]
+
+
+def failures_with_other_batches(*, with_flag: bool) -> World:
+    """A script that compares a flag with its configuration, or fails whatever its flag is."""
+    others = [size for size in range(1, 1024) if size != 4]
+    unchanged = Failure("ERROR", {"micro_batch": others}, "mismatch", batch_flag="--batch-size")
+    with_it = (replace(unchanged, batch_flag=""),) if with_flag else ()
+    return World(failures=(unchanged, *with_it))
+
+
+@pytest.mark.parametrize("with_flag", [False, True])
+@pytest.mark.parametrize("method", EACH_METHOD)
+def test_the_flag_that_kept_its_value_in_an_error_is_tried_once(
+    user: User, method: str, with_flag: bool
+) -> None:
+    user.world = failures_with_other_batches(with_flag=with_flag)
+    user.has({"train_micro_batch_size_per_gpu": 4})
+    told = user.tunes("--max-trials", 10, "--finals", 0, method=method)
+    assert told.status == 0, told.err
+    trials = [e["trial"] for e in user.events() if e["event"] == "proposed"]
+    sizes = {trial["id"]: trial["batch"]["micro_batch"] for trial in trials}
+    kinds = {e["trial_id"]: e["outcome"]["kind"] for e in user.events() if "outcome" in e}
+    with_it = [t["id"] for t in trials if t["batch_flag"] and sizes[t["id"]] != 4]
+    if with_flag:
+        assert len(with_it) == 1
+    else:
+        assert with_it and {kinds[i] for i in with_it} == {"OK"}
+        assert [kinds[i] for i, size in sizes.items() if size != 4].count("ERROR") == 1
+
+
+def test_a_flag_that_no_trial_has_tried_is_named(user: User) -> None:
+    user.world = failures_with_other_batches(with_flag=False)
+    user.has({"train_micro_batch_size_per_gpu": 4})
+    told = user.tunes("--max-trials", 2, "--finals", 0)
+    [advice] = [line for line in told.json["verdict"] if line.startswith("Micro batch: ")]
+    assert "train_micro_batch_size_per_gpu=--batch-size" in advice
+
+
+def test_no_flag_is_guessed_where_other_batches_run_without(user: User) -> None:
+    failure = Failure("ERROR", {"trial": 3}, "crashed", batch_flag="--batch-size")
+    user.world = World(failures=(failure,))
+    user.has({"train_micro_batch_size_per_gpu": 4})
+    told = user.tunes("--max-trials", 8, "--finals", 0)
+    assert told.status == 0, told.err
+    trials = [e["trial"] for e in user.events() if e["event"] == "proposed"]
+    assert {trial["batch_flag"] for trial in trials} == {""}
