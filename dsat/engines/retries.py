@@ -109,12 +109,14 @@ class Retries:
         text = f"{outcome.message}\n{outcome.detail}"
         if _REFUSED_SEGMENTS.search(text):
             return RetryReason.SEGMENTS
+        is_of_port = outcome.kind is OutcomeKind.ERROR and _has_part_of(text, _ADDRESS_IN_USE)
+        if is_of_port and running.beside:
+            return RetryReason.ALONE  # another trial has it
         if method := self._next_method(running, outcome):
             self.method, self.failure = method, outcome.message
             return RetryReason.METHOD
         if running.beside and outcome.message not in self._same_alone:
             return RetryReason.ALONE
-        is_of_port = outcome.kind is OutcomeKind.ERROR and _has_part_of(text, _ADDRESS_IN_USE)
         return RetryReason.ALONE if is_of_port or is_of_device(outcome) else None
 
     def final(self, running: Running, outcome: Outcome) -> Outcome:

@@ -41,6 +41,8 @@ from dsat.values import hazards, slow
 from dsat.values.files import digest
 from dsat.values.text import hide_secrets_in_words
 
+# Why trials run the user's command again, after such a trial.
+FAILED_BY_THEMSELVES = "they failed, started by dsat, in an earlier trial"
 _log = logging.getLogger(__name__)
 
 
@@ -85,8 +87,7 @@ class Prepared:
         if NO_SEGMENTS in shown:
             hosts = tuple(disable_segments(hosts))
         if COMMAND_AGAIN in shown:
-            why = "they failed, started by dsat, in an earlier trial"
-            program = replace(program, needs_command=why)
+            program = replace(program, needs_command=FAILED_BY_THEMSELVES)
         return replace(self, settings=settings, hosts=hosts, program=program)
 
     @functools.cached_property  # it reads the script

@@ -26,7 +26,7 @@ from dsat.engines.trial_folder import working_folder
 from dsat.in_trial.memory_limit import MALLOC_VARIABLES
 from dsat.run.run import Run, own_switches
 from dsat.show import summary
-from dsat.tuning.preparation import Prepared
+from dsat.tuning.preparation import FAILED_BY_THEMSELVES, Prepared
 from dsat.values.files import write_atomically
 from dsat.values.text import assignment, shell_line
 from dsat.values.trial import Trial
@@ -199,16 +199,17 @@ def runs_own_command(program: Entrypoint, slots: int) -> bool:
     start all ranks, take arguments at its end or by file, and not be just `python` with the script.
     """
     _, command = _own_command(program)
+    if program.needs_command not in ("", FAILED_BY_THEMSELVES):
+        return True
+    if command and Path(command[0]).name.startswith("python"):
+        started = entrypoints.parse_python_words(command[1:])
+        if (started.script, started.module) == (program.script, program.module):
+            return False  # without a launcher, DeepSpeed would need mpi4py
     if program.needs_command or not command:
         return bool(program.needs_command)
     if program.slots != slots or program.launch.binds_cores:
         return False
-    if not _form_of(program) and not _ends_with(command, program.args):
-        return False
-    if not Path(command[0]).name.startswith("python"):
-        return True
-    started = entrypoints.parse_python_words(command[1:])
-    return (started.script, started.module) != (program.script, program.module)
+    return bool(_form_of(program)) or _ends_with(command, program.args)
 
 
 def _started_in(program: Entrypoint) -> Path:

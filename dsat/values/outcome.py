@@ -276,8 +276,8 @@ class Outcome(Recorded):
             accumulation; None if unknown.
         fixed_batch: the number of samples that the script feeds regardless of the configured micro
             batch; None if it follows the configuration, or unknown.
-        batch_flag: the script's flag for `fixed_batch`, such as `--batch-size`; empty if none. Of an
-            error, a flag with the user's own micro batch where the trial has another.
+        batch_flag: the script's flag for `fixed_batch`, such as `--batch-size`; empty if none. Of
+            an error, a flag with the user's own micro batch where the trial has another.
         step_ms: latency of each measured step on the slowest rank, in ms.
         training: None for a trial that measured nothing.
         sequences: None if the model's inputs are not sequences of tokens.

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dsat.engines.retries import AGAIN_ALONE
 from dsat.errors import EngineError
 from dsat.values import slow
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -25,6 +26,7 @@ from testing.local import (
     processes_of,
     read_json,
     wait_until,
+    warnings_of,
 )
 from testing.ranks_contract import AT_ONCE_S, assert_nothing_is_left, facts_of
 from testing.scripts import scripts_in
@@ -261,6 +263,35 @@ def test_an_error_that_came_again_alone_is_the_settings_own(tmp_path: Path) -> N
     starts = [(tmp_path / f"starts{n}").read_text().count("start") for n in range(4)]
     assert sum(starts[:2]) in (3, 4), "at least one was told to be the other's fault"
     assert starts[2:] == [1, 1]
+
+
+LOSES_ITS_PORT = """
+import time
+here = [FOLDER.parents[2] / f"here{n}" for n in (0, 1)]
+mine = here[own_config()["number"]]
+if not mine.exists():
+    mine.touch()
+    while not all(path.exists() for path in here):
+        time.sleep(0.02)
+    raise OSError(98, "Address already in use")
+train(make_engine())
+"""
+
+
+def test_a_port_that_another_trial_has_is_no_reason_to_start_ranks_otherwise(
+    tmp_path: Path,
+) -> None:
+    with scripts_in(tmp_path, slots=2) as scripts:
+        for number in (0, 1):
+            profile = scripts.trial(
+                LOSES_ITS_PORT, kind=TrialKind.PROFILE, config={"number": number}
+            )
+            scripts.engine.launch(profile)
+        found: dict[int, Outcome] = {}
+        while len(found) < 2:
+            found.update(scripts.engine.poll(PATIENCE_S))
+    for outcome in found.values():
+        assert outcome.ok and warnings_of(outcome) == (AGAIN_ALONE,), outcome
 
 
 # -- the whole engine

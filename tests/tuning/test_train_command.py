@@ -20,6 +20,7 @@ from dsat.command.switches import OF_CODE
 from dsat.engines.machines.hosts import Host, Share
 from dsat.engines.machines.machine import Machine
 from dsat.engines.rank_settings import find_cores
+from dsat.engines.retries import COMMAND_AGAIN
 from dsat.tuning import train_command
 from dsat.tuning.command_line import CommandLine
 from dsat.tuning.preparation import Prepared
@@ -98,13 +99,17 @@ def test_options_of_env_stay_in_front_of_the_command(ready: Prepared, tmp_path: 
     assert " env -u FOO torchrun " in printed_line(replace(ready, program=program), tmp_path)
 
 
-def test_a_script_that_reads_a_file_has_a_launcher_too(ready: Prepared, tmp_path: Path) -> None:
+@pytest.mark.parametrize("warnings", [(), (COMMAND_AGAIN,)])
+def test_a_script_that_reads_a_file_has_a_launcher_too(
+    ready: Prepared, tmp_path: Path, warnings: tuple[str, ...]
+) -> None:
+    """Also where trials ran the user's command again: dsat gave that a launcher's variables."""
     (tmp_path / "ds.json").write_text("{}")
     (tmp_path / "conf.yaml").write_text("deepspeed: ds.json\n")
     command = ("python3", "train.py", "--config", "conf.yaml")
     program = replace(ready.program, launch=Launch(), args=command[2:], started_by=command)
     started = replace(program, started_in=str(tmp_path))
-    line = printed_line(replace(ready, program=started), tmp_path)
+    line = printed_line(replace(ready, program=started), tmp_path, warnings=warnings)
     assert "torchrun --standalone" in line and f"train.py --config {tmp_path}/conf.yaml" in line
 
 
