@@ -93,7 +93,8 @@ class Retries:
         if outcome.ok or running.canceled or trial_id == FULL_RUN_ID:
             return None  # for a full-length run, a retry would delete the checkpoints
         if trial_id in self._retried:
-            self._same_alone.add(outcome.message)
+            if running.start.alone:
+                self._same_alone.add(outcome.message)
             return None
         reason = self._find_reason(running, outcome)
         if reason is not None:

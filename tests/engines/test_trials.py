@@ -294,6 +294,39 @@ def test_a_port_that_another_trial_has_is_no_reason_to_start_ranks_otherwise(
         assert outcome.ok and warnings_of(outcome) == (AGAIN_ALONE,), outcome
 
 
+IS_LOST = """
+import time
+starts = FOLDER.parents[2] / f"starts{own_config()['number']}"
+with open(os.open(starts, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a") as file:
+    file.write("start\\n")
+if own_config()["number"] == 0:
+    while not (FOLDER.parents[2] / "over").exists():
+        time.sleep(0.02)
+    train(make_engine())
+if own_config()["number"] == 1 and starts.read_text() == "start\\n":
+    os.kill(os.getpid(), signal.SIGTERM)
+raise AssertionError("3 is not a multiple of 2")
+"""
+
+
+def test_an_error_that_came_again_beside_others_may_be_their_fault(tmp_path: Path) -> None:
+    with scripts_in(tmp_path, slots=2) as scripts:
+        scripts.run("train(make_engine())").well()
+        trials = [scripts.trial(f"import signal{IS_LOST}", config={"number": n}) for n in range(3)]
+        for trial in trials[:2]:
+            scripts.engine.launch(trial)
+        [(number, _)] = scripts.engine.poll(PATIENCE_S)
+        assert number == trials[1].id
+        scripts.engine.launch(trials[2])
+        wait_until((tmp_path / "starts2").exists, "the last trial")
+        (tmp_path / "over").touch()
+        found: dict[int, Outcome] = {}
+        while len(found) < 2:
+            found.update(scripts.engine.poll(PATIENCE_S))
+    starts = [(tmp_path / f"starts{n}").read_text().count("start") for n in range(3)]
+    assert starts == [1, 2, 2]
+
+
 # -- the whole engine
 
 
