@@ -23,6 +23,7 @@ _LOG_TAIL_LINES = 20
 # The last line of a traceback as Python prints it, also after prefixes such as "[rank0]: ".
 ERROR = re.compile(r"(\[\w+\]:\s?)*[A-Za-z_][\w.]*(Error|Exception|Exit): ")
 _TRACEBACK = "Traceback (most recent call last):"
+_ONLY_A_STATUS = re.compile(r"ended with (exit status |sys\.exit\()\d+")
 # Exceptions that torchrun and accelerate add when a rank has failed.
 _OF_LAUNCHERS = ("torch.distributed.elastic.", "subprocess.CalledProcessError: ")
 _LOGGED_BY_LAUNCHER = re.compile(r"torch[./]distributed[./]elastic")
@@ -60,8 +61,11 @@ def read_outcome(running: Running, *, timeout_s: float) -> Outcome:
     else:
         reports = read_reports(folder, duration_s)
         found = _failure(running, reports)
+        shown = found.detail if found in reports else ""
         if found in reports and found.kind is OutcomeKind.ERROR:
             found = replace(found, completed_steps=read_steps(folder) or 0)
+        if found.kind is OutcomeKind.ERROR and _ONLY_A_STATUS.search(found.message):
+            found = replace(found, message=found.message + _quote_last_line(folder, shown))
     return replace(found, duration_s=duration_s)
 
 
@@ -131,6 +135,16 @@ def _read_command_outcome(running: Running, reports: list[Outcome]) -> Outcome:
     return Outcome(kind, message=message, detail=log, before_engine=before_engine)
 
 
+def _quote_last_line(folder: Path, shown: str) -> str:
+    """Return the script's last line of standard error; empty if that has a traceback.
+
+    `shown` is what a forked rank adds.
+    """
+    log = "\n".join(_read_log(folder)).replace(shown.strip(), "").strip()
+    last = log.rpartition("\n")[2].strip().replace(str(folder.resolve()), "<trial>")
+    return f": {last}" if last and _TRACEBACK not in log else ""
+
+
 def _signal_of_rank(log: Sequence[str], status: int) -> int | None:
     """Return the signal that ended the first failed rank; None if none did.
 
@@ -170,8 +184,15 @@ def _read(path: Path) -> Outcome | None:
 def log_tail(folder: Path, cross_rank: int = 0) -> str:
     """Return the last lines of standard error of a trial's ranks on a host.
 
-    A launcher's report of the failure is omitted: it may be longer than the error of the rank.
     `cross_rank` is the position of the host among the hosts of the trial.
+    """
+    return "\n".join(_read_log(folder, cross_rank)[-_LOG_TAIL_LINES:])
+
+
+def _read_log(folder: Path, cross_rank: int = 0) -> list[str]:
+    """Return the end of standard error without a launcher's report of the failure.
+
+    That may be longer than the error of the rank.
     """
     lines = read_end(folder / log_files(cross_rank)[1])
     launchers = next((n for n, line in enumerate(lines) if line.startswith(_OF_LAUNCHERS)), None)
@@ -180,4 +201,4 @@ def log_tail(folder: Path, cross_rank: int = 0) -> str:
             pass
         while lines and _LOGGED_BY_LAUNCHER.search(lines[-1]):
             lines.pop()
-    return "\n".join(lines[-_LOG_TAIL_LINES:])
+    return lines

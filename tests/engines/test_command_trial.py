@@ -144,5 +144,6 @@ def test_a_command_that_ends_too_soon_is_quoted(place: Path) -> None:
     with bench_of(place, "bash", "-c", "echo no such cluster >&2; exit 3", **ALONE) as bench:
         outcome = bench.run(bench.trial())
     assert outcome.kind is OutcomeKind.ERROR and outcome.before_engine
-    assert "exit status 3 before it called deepspeed.initialize" in outcome.message
+    said = "your command ended with exit status 3 before it called deepspeed.initialize"
+    assert outcome.message == f"{said}: no such cluster"
     assert outcome.detail == "no such cluster"

@@ -265,6 +265,15 @@ def test_an_error_that_came_again_alone_is_the_settings_own(tmp_path: Path) -> N
     assert starts[2:] == [1, 1]
 
 
+def test_what_the_script_said_before_it_exited_is_quoted(tmp_path: Path) -> None:
+    """As click does, which refuses a file that is not in a list."""
+    refuses = "import sys; print(f'Error: {sys.argv[-1]} is not one of a, b', file=sys.stderr)\n"
+    with scripts_in(tmp_path) as scripts:
+        outcome = scripts.run(f"{refuses}sys.exit(2)").outcome
+    said = "the script ended with sys.exit(2): Error: <trial>/ds_config.json is not one of a, b"
+    assert outcome.message == f"rank 0: {said}"
+
+
 LOSES_ITS_PORT = """
 import time
 here = [FOLDER.parents[2] / f"here{n}" for n in (0, 1)]
