@@ -48,7 +48,7 @@ def make_line(ready: Prepared, run: Run, folder: Path) -> str:
         )
     more = ["--run-full-experiment"]
     if run.stop_reason is None:  # interrupted: train, and do not search on
-        more += ["--max-trials", str(max(2, len(run.outcomes))), "--finals", "0"]
+        more += [f"--max-trials={max(2, len(run.outcomes))}", "--finals=0"]
     words = [find_program("python3"), "-m", "dsat", *ready.line.resumed(folder, *more)]
     return f"cd {shlex.quote(str(Path.cwd()))} && {shell_line(words)}"
 

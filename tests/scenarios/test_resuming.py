@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import signal
 from collections import Counter
@@ -12,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from dsat.cli.parser import parse
+from dsat.tuning.settings import Settings
 from testing.command import run_of
 from testing.scenarios import Harm, User
 from testing.started import Told
@@ -92,6 +95,19 @@ def test_a_run_killed_at_every_trial_comes_to_its_end(tmp_path: Path) -> None:
         if told.status != -signal.SIGKILL:
             break
     check_complete(user, told, trials)
+
+
+def test_the_printed_command_overrides_options_of_an_interrupted_run(tmp_path: Path) -> None:
+    user = User(tmp_path / "user")
+    user.has()
+    options = ("--max-trials", 8, "--random-seed", 0)
+    interrupt = Harm(signals={5: (signal.SIGINT,)})
+    told = user.tunes(*options, method="random", experiment=True, harm=interrupt)
+    line = told.err.partition("Train with it: ")[2].splitlines()[0]
+    settings, _ = parse(shlex.split(line.partition(" -m dsat ")[2]))
+    assert isinstance(settings, Settings)
+    assert (settings.max_trials, settings.finals, settings.seed) == (5, 0, 0)
+    assert settings.run_full_experiment and settings.resume
 
 
 @pytest.mark.parametrize("part", [0.3, 0.9])
