@@ -198,7 +198,7 @@ def _write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = T
     if section is not None:
         results = section.results_dir or folder
         best = results / autotuner_files.OPTIMAL_CONFIG_FILE
-        command = train_command.make_command(ready, run, best) or ""
+        command = train_command.make_command(ready, run, best) or line
         autotuner_files.write_files(view, results, section.exps_dir, command)
 
 

@@ -197,6 +197,13 @@ def test_the_files_of_deepspeeds_own_autotuner(user: User) -> None:
     assert found[told.best["name"]]["num_gpus"] == 1
 
 
+def test_deepspeeds_command_file_has_dsats_command_where_only_dsat_can_train(user: User) -> None:
+    user.has({MICRO: 1, "autotuning": {"enabled": True, "results_dir": "results"}})
+    told = user.tunes("--max-trials", 4, method="random", experiment=True)
+    command = (user.folder / "results" / "cmd_optimal.txt").read_text()
+    assert "--run-full-experiment" in command and f"Train with it: {command}" in told.err
+
+
 # -- exports, opened by the tools themselves
 
 
