@@ -53,7 +53,8 @@ class ProjectSettings(ModelSettings):
         "--train-batch-size",
         kind=at_least(1),
         help="global batch of all strategies and numbers of GPUs (default: that of your DeepSpeed "
-        "configuration; without one, 16,384 tokens for each GPU)",
+        "configuration; without one, 16,384 tokens for each GPU, or 32 samples if they are not "
+        "sequences)",
     )
     tokens: float | None = option(
         "--tokens",

@@ -88,6 +88,7 @@ class Projection:
         calibrated_by: number of measured trials that corrected the projection.
         tokens: number of tokens of the whole training; None if not given.
         price: price of a card for an hour; None if not given.
+        batch_is_default: whether dsat chose the global batch.
     """
 
     name: str
@@ -104,6 +105,7 @@ class Projection:
     calibrated_by: int = 0
     tokens: float | None = None
     price: float | None = None
+    batch_is_default: bool = False
 
     def training(self, row: Row) -> dict[str, Any] | None:
         """Return time, card-hours and, with a price, cost; None without tokens or sequences."""
@@ -186,10 +188,11 @@ def comparison(shown: Projection) -> list[str]:
         return []
     first, *others = asked
     tokens = f" of {shown.sequence_length:,} tokens" if shown.sequence_length else ""
+    default = " (dsat's default; --train-batch-size sets it)" if shown.batch_is_default else ""
     checkpointing = shown.recomputes or "as in the script"
     text = [
-        f"Same for all strategies: global batch of {first.global_batch:,} samples{tokens}, "
-        f"activation checkpointing {checkpointing}."
+        f"Same for all strategies: global batch of {first.global_batch:,} samples{tokens}"
+        f"{default}, activation checkpointing {checkpointing}."
     ]
     if others:
         text.append(_why(first, others[0]))

@@ -191,6 +191,7 @@ class Projector:
             calibrated_by=self._calibrated_by,
             tokens=settings.tokens,
             price=settings.price,
+            batch_is_default=not traced.has_batch,
         )
 
     def _best(self, slots: int) -> tuple[Row, ...]:

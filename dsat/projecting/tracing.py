@@ -31,6 +31,9 @@ _log = logging.getLogger(__name__)
 SIZES = tuple(2**n for n in range(10))  # 1 to 512 cards
 _HPZ = "zero_optimization.zero_hpz_partition_size"
 _STEP_TOKENS = 16_384  # of each device
+# Of each device, if samples are not sequences: as in the reference training of torchvision 0.20
+# (references/classification/train.py), and Goyal et al. (2017), arXiv:1706.02677.
+_STEP_SAMPLES = 32
 _LEAST_TRACED = 8  # slots; collectives among fewer cannot be scaled to more
 
 
@@ -69,18 +72,28 @@ class Traced:
         """How slots share samples in the user's configuration."""
         return parallelism_of(self.base)
 
+    @property
+    def has_batch(self) -> bool:
+        """Whether the configuration has a batch size, without which dsat chooses one."""
+        return any(isinstance(self.base.get(key), int) for key in ds_config.BATCH_KEYS)
+
     def global_batch(self, slots: int) -> int:
         """Return the samples of an optimizer step, the same for all strategies.
 
         Without batch sizes in the configuration, each data-parallel group gets the smallest power
-        of two of samples that has 16,384 tokens (of one each, if samples are not sequences).
+        of two of samples that has 16,384 tokens, or 32 samples if they are not sequences.
         """
         total, *of_device = (self.base.get(key) for key in ds_config.BATCH_KEYS)
         if isinstance(total, int):
             return total
         given = [size for size in of_device if isinstance(size, int)]
-        usual = 2 ** math.ceil(math.log2(max(1.0, _STEP_TOKENS / (self.sequence_length or 1))))
-        return self.parallelism.data(slots) * (math.prod(given) if given else usual)
+        if self.has_batch:
+            each = math.prod(given)
+        elif self.sequence_length:
+            each = 2 ** math.ceil(math.log2(max(1.0, _STEP_TOKENS / self.sequence_length)))
+        else:
+            each = _STEP_SAMPLES
+        return self.parallelism.data(slots) * each
 
     def gas(self, slots: int, micro_batch: int) -> int:
         """Return the accumulation steps of the global batch; 0 if it cannot be shared evenly."""

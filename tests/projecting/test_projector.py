@@ -178,12 +178,13 @@ def test_the_network_of_a_run_on_the_same_cards_is_counted_once() -> None:
         ({}, 2048, (64, 128)),
         ({}, 3000, (64, 128)),
         ({}, 20_000, (8, 16)),
+        ({}, None, (256, 512)),
     ],
 )
 def test_all_strategies_have_the_same_global_batch(
-    base: dict[str, Any], length: int, batches: tuple[int, int]
+    base: dict[str, Any], length: int | None, batches: tuple[int, int]
 ) -> None:
-    """16,384 tokens are 8 samples of 2,048, and 5.5 of 3,000: the next power of two is 8."""
+    """16,384 tokens are 8 samples of 2,048, and 5.5 of 3,000; of images, there are 32."""
     step = StepTrace((), (), 1, 1, 1, 1.0)
     facts = ModelFacts(1, 1, 1, 0.0, 0.0, 0.0)
     traced = Traced(base, facts, ModelTrace(step, step), {}, {}, length)
