@@ -9,6 +9,7 @@ from dsat.run.strategies import keeps_micro_batch
 from dsat.space.deepspeed_settings import BUCKETS
 from dsat.space.overrides import GATHER
 from dsat.values import format as fmt
+from dsat.values.text import hide_secrets_in_values
 from dsat.values.trial import Trial
 from dsat.values.zero_strategy import of_config
 
@@ -123,10 +124,10 @@ def advise_script(run: Run, best: Trial) -> list[str]:
     in_arguments = any(switch.in_arguments for switch in found.values())
     how = [
         switches.instruction(
-            name, value, in_arguments=in_arguments and not switches.is_of_code(name, found)
+            name, shown, in_arguments=in_arguments and not switches.is_of_code(name, found)
         )
-        for name, value in best.script_args.items()
-        if own.get(name) != value
+        for name, shown in hide_secrets_in_values(best.script_args).items()
+        if own.get(name) != best.script_args[name]
     ]
     if best.batch_flag and best.batch.micro_batch != run.plan.own_batch.micro_batch:
         how.append(f"{best.batch_flag} {best.batch.micro_batch}")

@@ -244,8 +244,8 @@ def _column(view: RunView) -> dict[str, str]:
 
 
 def _settings(view: RunView, each: TrialView) -> dict[str, Any]:
-    config = hide_secrets_in_values(view.plan.config(each.trial.overrides))
-    return {**flat(config), **each.trial.script_args}
+    config, script_args = view.plan.config(each.trial.overrides), each.trial.script_args
+    return flat(hide_secrets_in_values({**config, **script_args}))
 
 
 def _caveats(views: Views) -> list[str]:

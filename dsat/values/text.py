@@ -115,13 +115,13 @@ def is_secret(name: str, value: str = "") -> bool:
     """Return whether the name of a flag, variable or key denotes a secret.
 
     Args:
-        name: the name, which may be dotted.
+        name: the name, which may be dotted, or `ENV:` and a variable.
         value: the named value; names that end in `_key`, `_pass` or `tokens` denote a secret also
             if the value looks like a key. `true`, small numbers and the like are never secrets.
     """
     if _NO_SECRET.fullmatch(value):
         return False
-    last, pair = ("_".join(name.split(".")[-count:]) for count in (1, 2))
+    last, pair = ("_".join(re.split("[.:]", name)[-count:]) for count in (1, 2))
     return _denotes_secret(last, value) or (last.lower() == "key" and _denotes_secret(pair, value))
 
 

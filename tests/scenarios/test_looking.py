@@ -149,6 +149,17 @@ def test_a_page_is_served(ran: tuple[User, Told]) -> None:
     assert started.wait().status == 0
 
 
+def test_values_of_switches_that_are_secret_are_not_shown(user: User) -> None:
+    user.has()
+    key, options = "q7t6rpvlfv4j", ("--max-trials", 12, "--finals", 0)
+    user.world = World(effects={f"ENV:API_KEY={key}": 0.5})
+    told = user.tunes(f"--vary=ENV:API_KEY={key},0", *options)
+    assert told.best["script_args"] == {"ENV:API_KEY": "***"} and key not in told.err
+    user.types(*user.words(*options, run_dir="other"))
+    shown = user.types("compare", "run", "other").out
+    assert "ENV:API_KEY" in shown and key not in shown
+
+
 def test_runs_are_listed_the_newest_first(copied: User) -> None:
     for number, changed_s in ((1, 2e9), (3, 1e9)):
         journal = copied.folder / "dsat_runs" / f"train-{number}" / "journal.jsonl"

@@ -99,7 +99,8 @@ def test_a_secret_that_is_cut_through_is_hidden_too() -> None:
 
 def test_names_of_secrets() -> None:
     secrets = "wandb.api_key --wandb-key OPENAI_KEY DB_PASS PGPASSWORD github_pat account_key "
-    secrets += "HF_TOKEN hubToken --api-key OPENAI_API_KEY apikey db_password aws_secret_access_key"
+    secrets += "HF_TOKEN hubToken ENV:TOKEN --api-key OPENAI_API_KEY apikey db_password "
+    secrets += "aws_secret_access_key"
     harmless = "text_key sort_key num_pass second_pass pattern compass "
     harmless += "max_tokens tokenizer pad_token pad_token_id num_tokens author authority keys lr"
     assert [name for name in secrets.split() if not is_secret(name)] == []
