@@ -45,7 +45,8 @@ class Server(ThreadingHTTPServer):
             super().__init__((LOOPBACK, port or 0), _Handler)
         except (OSError, OverflowError) as error:
             problem = getattr(error, "strerror", None) or str(error)
-            raise UserInputError(problem, where=f"--port {port}") from None
+            where = f"a port of {LOOPBACK}" if port is None else f"--port {port}"
+            raise UserInputError(problem, where=where) from None
         self.folder = folder
 
     @property

@@ -10,10 +10,12 @@ import re
 import shlex
 import shutil
 import signal
+import socket
 import statistics
 import urllib.request
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -144,9 +146,12 @@ def test_a_page_is_served(ran: tuple[User, Told]) -> None:
     assert told.best["name"] in state["html"] and "\x1b" not in state["html"]
     port = base.rpartition(":")[2].strip("/")
     taken = user.types("watch", "run", "--port", port)
-    assert taken.status == 2 and port in taken.err
+    assert taken.status == 2 and f"--port {port}: " in taken.err
     started.signal(signal.SIGINT)
     assert started.wait().status == 0
+    with mock.patch.object(socket.socket, "bind", side_effect=OSError(1, "Not permitted")):
+        refused = user.types("watch", "run")
+    assert refused.status == 2 and "a port of 127.0.0.1: Not permitted" in refused.err
 
 
 def test_values_of_switches_that_are_secret_are_not_shown(user: User) -> None:
