@@ -85,7 +85,8 @@ def compare(
     curves = [found for curve in own if len(found := _losses(curve)) >= _LEAST_STEPS]
     its = _losses(other)
     if len(curves) < 2:
-        return _unknown("your own configuration recorded too few losses")
+        once = "ran only once with losses" if curves else "recorded too few losses"
+        return _unknown(f"your own configuration {once}")
     if len(its) < _LEAST_STEPS:
         return _unknown("it recorded too few losses")
     seen = (precision, *(curve.precision or precision for curve in (*own, other)))
