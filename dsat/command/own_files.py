@@ -117,6 +117,7 @@ class Answer:
         switches: values of fields of TrainingArguments.
         in_arguments: whether the script's arguments name the DeepSpeed configuration.
         by_accelerate: whether accelerate passes the DeepSpeed configuration to the script.
+        variables: environment of the command, beside that of dsat.
     """
 
     path: Path
@@ -124,6 +125,7 @@ class Answer:
     switches: Mapping[str, Any]
     in_arguments: bool = False
     by_accelerate: bool = False
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def values(self, form: Form) -> dict[str, Any]:
         sizes = {form.micro_batch: self.config.get(_MICRO_BATCH), _GAS: self.config.get(_GAS)}
@@ -252,7 +254,7 @@ class Rewriting:
         best = {_DEEPSPEED_FILE: path, _GAS_FLAG: gas}
         flags = {flag: flag for flag in best}
         options = list(script_args.rewrite(self.words[end:script], best, flags, add=False))
-        default = _default_file()
+        default = self._folder / _default_file({**os.environ, **self._answer.variables})
         if not self.takes_config and default.is_file():
             options[:0] = [_CONFIG_FILE, self._copy(default)[0] or str(default)]
         elif not self.takes_config and _DEEPSPEED_FILE not in options:
@@ -277,10 +279,10 @@ def _begins_script(word: str) -> bool:
     return word.endswith(".py") or word in ("-m", "--module")
 
 
-def _default_file() -> Path:
+def _default_file(variables: Mapping[str, str]) -> Path:
     """Return the path of the file that `accelerate config` writes."""
-    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
-    home = os.environ.get("HF_HOME", os.path.join(cache, "huggingface"))
+    cache = variables.get("XDG_CACHE_HOME", "~/.cache")
+    home = variables.get("HF_HOME", os.path.join(cache, "huggingface"))
     return Path(os.path.expanduser(home)) / "accelerate" / "default_config.yaml"
 
 

@@ -107,6 +107,7 @@ def _own_form(ready: Prepared, run: Run, best: Trial, path: Path) -> Rewriting |
         switches.fields(best.script_args),
         in_arguments=program.config_path is not None,
         by_accelerate=program.config_path is None and accelerate_env.uses_deepspeed(program.env),
+        variables={**ready.experiment.env, **_own_command(program)[0]},
     )
     return own_files.rewrite_command(words, _started_in(program), answer)
 

@@ -113,6 +113,26 @@ def test_a_script_that_reads_a_file_has_a_launcher_too(
     assert "torchrun --standalone" in line and f"train.py --config {tmp_path}/conf.yaml" in line
 
 
+def test_accelerates_default_file_is_in_the_home_that_the_command_sets(
+    ready: Prepared, tmp_path: Path
+) -> None:
+    own, run = tmp_path / "hf/accelerate/default_config.yaml", tmp_path / "run"
+    own.parent.mkdir(parents=True)
+    own.write_text("distributed_type: DEEPSPEED\n")
+    run.mkdir()
+    words = ("env", "HF_HOME=hf", "accelerate", "launch", "train.py")
+    program = replace(
+        ready.program,
+        args=(),
+        started_by=words,
+        started_in=str(tmp_path),
+        env={"ACCELERATE_USE_DEEPSPEED": "true"},
+        needs_command="it is made up",
+    )
+    line = printed_line(replace(ready, program=program), run)
+    assert f" accelerate launch --config_file {run}/default_config.yaml " in line
+
+
 def test_another_interpreter_has_its_own_launchers(ready: Prepared, tmp_path: Path) -> None:
     inside = replace(ready.program, started_by=("bash", "run.sh"))
     other = replace(inside, interpreter="/other/bin/python", python_options=("-O",))
