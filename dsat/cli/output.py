@@ -84,7 +84,7 @@ def how_to_continue(ready: Prepared, folder: Path) -> str:
     """Return a line with the command that continues an interrupted run."""
     assert ready.line is not None
     words = [train_command.find_program("dsat"), *ready.line.resumed(folder)]
-    return f"Continue with: {shell_line(words)}"
+    return f"Continue with: {shell_line(words, folder)}"
 
 
 def report(error: Exception) -> int:

@@ -53,7 +53,7 @@ from dsat.in_trial.rank_files import (
     RankSpec,
 )
 from dsat.values.files import PRIVATE_FOLDER, remove, write_atomically
-from dsat.values.text import assignment, hide_secrets_in_words
+from dsat.values.text import assignment, hide_secrets_in_values, shell_line
 from dsat.values.trial import Trial
 
 # How long ranks may run after another rank has ended with status 0.
@@ -236,15 +236,18 @@ class _Plan:
         """Return shell commands that repeat the trial, with secrets hidden."""
         change = f"cd {shlex.quote(str(self._cwd))}"
         words = self._command(0) if self._is_command else self.program.command()
-        shown = shlex.join(hide_secrets_in_words(words))
+        shown = shell_line(words, self._folder)
         if self.start.is_own:
             return f"{change}\n{shown}\n"
         chosen = self.start.trial.script_args
         lines = [f"# {shown}"]
-        lines += [f"# with {switches.write(name, value)}" for name, value in chosen.items()]
+        lines += [
+            f"# with {switches.write(name, value)}"
+            for name, value in hide_secrets_in_values(chosen).items()
+        ]
         texts = []
         for rank in range(1 if self._is_command else self._ranks):
-            command = shlex.join(hide_secrets_in_words(self._command(rank)))
+            command = shell_line(self._command(rank), self._folder)
             variables = sorted(self.environment(rank).items())
             env = [assignment(n, v) for n, v in variables if os.environ.get(n) != v]
             hooked = f"PYTHONPATH={shlex.quote(str(self._folder / HOOK_FOLDER))}"

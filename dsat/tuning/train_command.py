@@ -50,7 +50,7 @@ def make_line(ready: Prepared, run: Run, folder: Path) -> str:
     if run.stop_reason is None:  # interrupted: train, and do not search on
         more += [f"--max-trials={max(2, len(run.outcomes))}", "--finals=0"]
     words = [find_program("python3"), "-m", "dsat", *ready.line.resumed(folder, *more)]
-    return f"cd {shlex.quote(str(Path.cwd()))} && {shell_line(words)}"
+    return f"cd {shlex.quote(str(Path.cwd()))} && {shell_line(words, folder)}"
 
 
 def find_program(name: str) -> str:
@@ -80,7 +80,7 @@ def make_command(ready: Prepared, run: Run, config: Path) -> str | None:
         [
             *_variables(ready, best, run.plan.config(best.overrides)),
             *reproduce_conditions(ready.machine, slots, memory_is_limited=limited),
-            shell_line(found.words),
+            shell_line(found.words, config.parent),
         ]
     )
 

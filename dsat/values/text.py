@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 HIDDEN = "***"
@@ -35,12 +36,14 @@ _NAME_OF_SECRET = re.compile(rf"{_WORD}(?:_?(?:id|value|key|base64|b64|json))?$"
 # Names for tokens of a vocabulary, not of an account.
 _HARMLESS = re.compile(
     r"(?:^|_)(?:bos|eos|pad|unk|sep|cls|mask|max|min|num|new|next|special|stop|image|per|start|end"
-    r"|prefix)_token$"
+    r"|prefix|initializer|instance|placeholder|class|modifier|trigger)_token$"
     r"|_token_id$"
 )
 _BEGINNINGS = (
-    r"hf_(?=[A-Za-z0-9]{16})|sk-|gh[opsur][_-]|github_pat_|gl[a-z]{2,5}-(?=[\w-]{20})|AKIA|ASIA|AIza|ya29\.|xox[abeprs]-|npm_|pypi-|SG\.|"
-    r"r8_|(?:dop|doo|dor)_v1_|[rs]k_(?:live|test)_|hv[bs]\.|gsk_|nvapi-|dapi(?=[0-9a-f]{30})|"
+    r"hf_(?=[A-Z0-9]*[a-z])(?=[a-z0-9]*[A-Z])(?=[A-Za-z0-9]{30})|sk-(?:proj|ant|or-v1|svcacct|lf)-|"
+    r"sk-(?=[a-z0-9]*[A-Z])(?=[A-Z0-9]*[a-z])(?=[A-Za-z]*[0-9])(?=[A-Za-z0-9]{20})|"
+    r"sk-(?=[0-9a-f]{32})|gh[opsur][_-]|github_pat_|gl[a-z]{2,5}-(?=[\w-]{20})|AKIA|ASIA|AIza|ya29\.|xox[abeprs]-|npm_|pypi-|SG\.|"
+    r"r8_(?=[A-Za-z0-9]{37}\b)|(?:dop|doo|dor)_v1_|[rs]k_(?:live|test)_|hv[bs]\.|gsk_|nvapi-|dapi(?=[0-9a-f]{30})|"
     r"ATATT3|figd_|ntn_|AGE-SECRET-KEY-|key-(?=[0-9a-f]{32})|bot(?=\d{8,}:)|"
     r"lin_api_|xai-|pplx-|shp(?:at|ca|pa|ss)_|glsa_|tskey-|dckr_pat_|lsv2_|pcsk_|whsec_"
 )
@@ -88,7 +91,10 @@ _QUOTED = """"[^"]*"|'[^']*'"""
 _VALUE = re.compile(rf"""(?:{_QUOTED}|-?[^\s,;&)}}\]"'$-])(?:{_QUOTED}|[^\s,;&)}}\]"'])*""")
 # Booleans, small numbers and vocabulary tokens such as `<eos>`: never secrets.
 _NO_SECRET = re.compile(r"(?i)true|false|none|null|-?[0-9.]{1,3}|<[^<>]*>|\[[A-Z]+\]")
+_PATH = re.compile(r"~?/|\.\.?(?:/|$)")  # its beginning; `--pwd` may be a folder
 _SOME_KEY = "a1" * 10
+_FLAG = re.compile(r"-{0,2}[A-Za-z][\w.-]*")
+_OF_THE_SHELL = frozenset("HOME PATH PWD OLDPWD USER UID SHELL LANG TERM HOSTNAME".split())
 _DASHED_KEY = re.compile(r"--(?=[^0-9]*[0-9])(?=[^A-Z]*[A-Z])[a-zA-Z0-9]{12,}$")
 _LOOKS_LIKE_A_KEY = re.compile(r"(?=[^0-9]*[0-9])(?=[^a-zA-Z]*[a-zA-Z])_?[a-zA-Z0-9+/=-]{12,}$")
 
@@ -119,7 +125,7 @@ def is_secret(name: str, value: str = "") -> bool:
         value: the named value; names that end in `_key`, `_pass` or `tokens` denote a secret also
             if the value looks like a key. `true`, small numbers and the like are never secrets.
     """
-    if _NO_SECRET.fullmatch(value):
+    if _NO_SECRET.fullmatch(value) or (name.lower() in ("pwd", "--pwd") and _PATH.match(value)):
         return False
     last, pair = ("_".join(re.split("[.:]", name)[-count:]) for count in (1, 2))
     return _denotes_secret(last, value) or (last.lower() == "key" and _denotes_secret(pair, value))
@@ -162,17 +168,28 @@ def hide_secrets_in_words(words: Iterable[str]) -> list[str]:
     return [f"{shown}{HIDDEN}" if name else shown for shown, name in _hidden(words)]
 
 
-def shell_line(words: Iterable[str]) -> str:
+def shell_line(words: Sequence[str], own: Path) -> str:
     """Return a shell command in which variables stand for the secrets.
 
     The shell reports an error if such a variable is not set.
+
+    Args:
+        own: a folder of dsat, whose path hides nothing.
     """
-    return " ".join(
-        f"{shlex.quote(shown) if shown else ''}{_required_variable(name)}"
-        if name
-        else shlex.quote(shown)
-        for shown, name in _hidden(words)
-    )
+    line: list[str] = []
+    before = ""
+    for number, (word, (shown, name)) in enumerate(zip(words, _hidden(words), strict=True)):
+        if not name and _has_secret(word.replace(str(own.resolve()), "")):
+            key, equals, _ = word.partition("=")
+            is_named = equals and _FLAG.fullmatch(key) and not _has_secret(key)
+            shown = f"{key}=" if is_named else ""
+            name = key if is_named else before or f"argument_{number}"
+        elif not name:
+            shown = word
+        quoted = shlex.quote(shown) if shown or not name else ""
+        line.append(quoted + (_required_variable(name) if name else ""))
+        before = word if word.startswith("-") and shown == word and _FLAG.fullmatch(word) else ""
+    return " ".join(line)
 
 
 def assignment(name: str, value: str, origin: str = "your command") -> str:
@@ -183,8 +200,14 @@ def assignment(name: str, value: str, origin: str = "your command") -> str:
 
 
 def _required_variable(name: str, origin: str = "your command") -> str:
-    variable = re.sub(r"\W", "_", name.lstrip("-"))
-    return f'"${{{variable if variable.isupper() else variable.upper()}:?as in {origin}}}"'
+    variable = re.sub(r"[^A-Za-z0-9]", "_", name.lstrip("-")).upper()
+    if variable in _OF_THE_SHELL or variable[:1].isdigit():
+        variable = f"ARGUMENT_{variable}"
+    return f'"${{{variable}:?as in {origin}}}"'
+
+
+def _has_secret(text: str) -> bool:
+    return hide_secrets(text) != text
 
 
 def _hidden(words: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from dsat.values.text import (
 )
 
 KEY = "Zx9kQ2mWvT7bL4pR8s"
+REAL = "aB3dEf12345678GhIjKl" * 2
 
 
 def test_nothing_spoils_a_file_or_a_terminal() -> None:
@@ -42,7 +45,9 @@ def test_long_texts_keep_both_ends() -> None:
 HIDDEN = {
     "https://user:hunter2@host/x?y=1": "https://***@host/x?y=1",
     "Authorization: Bearer abcdefgh12345": "Authorization: Bearer ***",
-    "hf_abcdefghijklmnopqrstuv in a text": "*** in a text",
+    f"hf_{REAL[:34]} in a text": "*** in a text",
+    f"sk-{REAL}, sk-proj-{REAL} and sk-ant-api03-{REAL}": "***, *** and ***",
+    f"sk-{'0123456789abcdef' * 2} of r8_{REAL[:37]}": "*** of ***",
     'KeyError: {"api_key": "x y", "lr": 1}': 'KeyError: {"api_key": "***", "lr": 1}',
     "WANDB_API_KEY=0123 python": "WANDB_API_KEY=*** python",
     "train.py --hf-token abc --lr 1": "train.py --hf-token *** --lr 1",
@@ -79,6 +84,9 @@ SHOWN = (
     'A_TOKEN="${A_TOKEN:?as in your command}" x',
     "--start_token <s> --use_auth_token True",
     "--early_stop_pat 3 --bos_token [CLS]",
+    "--initializer_token toy --instance_token sks --placeholder_token '<toy>' --class_token x",
+    "--output_dir out/r8_lora_alpha_16 sk-exp-2024-lr3e-4 hf_llama3instruct8b2024",
+    "--pwd /data/run --pwd ../run",
     "token 12 of 30; unexpected token in JSON at 12345678901234; --tokens 300B",
 )
 
@@ -125,7 +133,7 @@ def test_commands_and_values() -> None:
 
 def test_a_shell_asks_for_the_secrets_of_a_command() -> None:
     words = ["train.py", "--hub_token", "abc", "--wandb.api-key=x y", "--name", "a b", "it's"]
-    line = shell_line(words)
+    line = shell_line(words, Path())
     assert hide_secrets(line) == line
     given = {"HUB_TOKEN": "p q", "WANDB_API_KEY": "r"}
     asked = subprocess.run(["bash", "-c", f"printf '%s\\n' {line}"], capture_output=True, env={})
@@ -134,6 +142,20 @@ def test_a_shell_asks_for_the_secrets_of_a_command() -> None:
     assert told.splitlines() == [
         *("train.py", "--hub_token", "p q", "--wandb.api-key=r", "--name", "a b", "it's")
     ]
+
+
+def test_a_shell_asks_for_every_word_that_hides_something() -> None:
+    own, url = Path(f"/work/token={KEY}"), f"https://me:{KEY}@host"
+    words = ["--config", f"{own}/best.json", "--url", url, f"run.url={url}", url, ""]
+    words += ["--4_token", KEY, "--pwd", KEY, f"a/b={url}", "-h", url]
+    names = "URL RUN_URL ARGUMENT_5 ARGUMENT_4_TOKEN ARGUMENT_PWD ARGUMENT_11 H".split()
+    line = shell_line(words, own)
+    assert STARS not in line and KEY not in line.replace(str(own), "")
+    assert re.findall(r"\{(\w+):[?]", line) == names
+    said = [*words[:3], "URL", "run.url=RUN_URL", "ARGUMENT_5", "", "--4_token", names[3], "--pwd"]
+    printed = ["bash", "-c", f"printf '%s\\n' {line}"]
+    told = subprocess.check_output(printed, env={name: name for name in names}, text=True)
+    assert told.splitlines() == [*said, "ARGUMENT_PWD", "ARGUMENT_11", "-h", "H"]
 
 
 @pytest.mark.parametrize("value", ["p$ssw0rd123", "$ecretPass1", ")hunter2", "&abc1", "a b"])
