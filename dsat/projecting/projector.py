@@ -110,7 +110,7 @@ def measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metri
                 f"its samples take {profile.flops_per_sample:.2e} FLOPs and yours {own_flops:.2e}: "
                 "they have another length",
                 where=where,
-                hint="--seq-length sets that of --model.",
+                hint="Set the length with --seq-length, if you use --model.",
             )
     found = []
     for trial in run.trials.values():

@@ -78,7 +78,7 @@ def find(name: str) -> Card:
     if found is None:
         raise UserInputError(
             f"unknown card {name}; known cards: {', '.join(table())}",
-            hint="A card is a line of cards.json beside this code.",
+            hint="Add it to dsat/search/cards.json.",
         )
     return found
 

@@ -260,7 +260,7 @@ def _confidence(run: Run, best: Trial) -> Iterator[str]:
     if finals.comparison is None:
         if best is run.baseline:
             return
-        why = "what was faster failed when it was run again, and this was measured once"
+        why = "faster configurations failed when run again, and this one was measured once"
         if finals.own_failed:
             why = "your configuration failed when it was run again"
         yield f"low, because {_NONE_CONFIRMED if finals.pick is None else why}."
@@ -301,7 +301,7 @@ def _no_finals(run: Run) -> str:
     resume = "" if ENGINE in run.info else "; if the run was ended, continue it with --resume"
     if any(trial.kind is TrialKind.FINAL for trial in run.trials.values()):
         return (
-            "The search went on after its finals, which do not count until the next ones are over"
+            "The search resumed after its finals, which do not count until new finals have finished"
             f"{resume}."
         )
     if run.best is run.baseline and run.stop_reason is not None:

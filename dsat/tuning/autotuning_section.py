@@ -34,7 +34,7 @@ _METHODS = {"gridsearch": "gridsearch", "random": "random", "model_based": "mode
 _WITHOUT_EFFECT = {
     "metric_path": "every trial reports to dsat itself",
     "min_train_batch_size": "the global batch is yours, or that of --train-batch-size",
-    "overwrite": "every run has a folder of its own, and none is deleted",
+    "overwrite": "every run has its own folder, and dsat deletes none",
     "model_info": "dsat always profiles the model itself",
     "model_info_path": "dsat always profiles the model itself",
 }

@@ -219,7 +219,7 @@ def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:
     changed = history.difference(run, plan, ready.info)
     if changed is not None:
         yield (
-            f"warning: this run is over, and its result is shown as it was, although {changed}: "
+            f"warning: this run has finished, and its old result is shown, although {changed}: "
             "start a new run (--run-dir NEW_FOLDER) to measure again"
         )
 

@@ -188,7 +188,7 @@ def _check_metric(settings: Settings) -> None:
     """Raise UserInputError for a metric that the method or a searched switch does not support."""
     if SEARCHES[settings.method].needs_time and not METRICS[settings.metric].of_time:
         raise UserInputError(
-            f"{settings.metric} is no time and no work over time, which {settings.method} predicts",
+            f"{settings.method} predicts only times and rates, and {settings.metric} is neither",
             where=settings.name_of("metric"),
             hint="Use another method, such as random.",
         )

@@ -113,7 +113,7 @@ def prepare_run(settings: Settings, line: CommandLine | None = None) -> Iterator
             ready = _prepare(settings, line, acquired)
         except KeyboardInterrupt:
             if settings.resume and not settings.dry_run:
-                _log.info("interrupted before the search went on: continue with the same command")
+                _log.info("interrupted before the search resumed: run the same command again")
             elif not settings.dry_run:
                 _log.info("interrupted before the first trial was measured: start it again")
             raise
@@ -125,7 +125,7 @@ def _prepare(
 ) -> Prepared:
     began_s = time.monotonic()
     if orphans := leftovers.end_orphans():
-        _log.info("ended processes that a killed dsat left: %s", ", ".join(map(str, orphans)))
+        _log.info("ended processes left over from a killed dsat: %s", ", ".join(map(str, orphans)))
     source, first = sources.read(settings), None
     section, settings = apply_section(settings, source.experiment, source.program.config_path)
     _check_results(section)

@@ -51,7 +51,7 @@ KINDS = {
     "no finals needed": r"fast enough for the finals",
     "finals are not over": r"finals are not over",
     "yours failed again": r"your configuration failed when it was run again",
-    "the faster failed again": r"what was faster failed when it was run again",
+    "the faster failed again": r"faster configurations failed when run again",
     "interval": r"^Confidence: 95 % interval",
     "yours is faster": r"Yours is faster, but outside",
     "yours is as fast": r"Yours is as fast, but outside",
