@@ -185,11 +185,14 @@ class World(Physics):
         for failure in self.failures:
             is_avoided = failure.batch_flag and trial.batch_flag == failure.batch_flag
             if _matches(failure.where, facts) and not is_avoided:
+                is_less = (failure.fixed_batch or trial.batch.micro_batch) < trial.batch.micro_batch
                 return Outcome(
                     OutcomeKind(failure.kind),
                     message=failure.message,
                     detail=failure.detail,
                     before_engine=failure.before_engine,
+                    smaller_may_run=is_less,
+                    most_samples=failure.fixed_batch if is_less else None,
                     fixed_batch=failure.fixed_batch,
                     batch_flag=failure.batch_flag,
                     completed_steps=failure.completed_steps,

@@ -35,7 +35,8 @@ class BatchFlag:
         flag, found, kind = trial.batch_flag, outcome.batch_flag, outcome.kind
         is_other = trial.batch.micro_batch != own_micro_batch
         is_error = kind is OutcomeKind.ERROR and is_other
-        is_invalid = kind is OutcomeKind.INVALID and not outcome.smaller_may_run
+        lacks_data = outcome.smaller_may_run and outcome.fixed_batch is None
+        is_invalid = kind is OutcomeKind.INVALID and not lacks_data
         if flag and (is_invalid or (is_error and self.is_guess)):
             self.refused.setdefault(flag, outcome.message)
         if self.name in self.refused:
