@@ -138,11 +138,6 @@ class Task:
         found = self._add_facts(failures.outcome(error))
         return replace(found, message=f"rank {rank_and_size()[0]}: {found.message}")
 
-    def finish(self) -> None:
-        """Complete the measurement of a training that ended early; a collective call."""
-        if not self._reported:
-            self.meter.finish()
-
     def ended(self) -> Outcome:
         return self.measured() or self._add_facts(failures.outcome(self.meter.shortfall))
 

@@ -171,8 +171,6 @@ def dsat_reporting_context(
         if task is not None:
             task.report_failure(error)
         raise
-    if task is not None:
-        task.finish()
 
 
 def _attach(hparams: Mapping[str, Any] | None) -> Task | None:

@@ -182,31 +182,6 @@ def test_a_script_that_completes_the_operation_itself_reports_what_was_measured(
         assert "after 2 optimizer steps" in found.reported.message
 
 
-# Steps up to the 20th use up what the loader has prepared.
-PREPARED = """
-from torch.utils.data import DataLoader
-loader = iter(DataLoader(torch.randn(1000, 16), batch_size=2, num_workers=1, prefetch_factor=20))
-engine = make_engine(config=config)
-with dsat.dsat_reporting_context(core, core):
-    for _ in range({steps}):
-        engine.backward(engine(next(loader)).square().mean())
-        engine.step()
-core.report_completed(0.1)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("steps", "kind"), [(12, OutcomeKind.OK), (3, OutcomeKind.INVALID)])
-def test_a_script_that_ends_early_is_measured_by_its_last_steps(
-    tmp_path: Path, steps: int, kind: OutcomeKind
-) -> None:
-    found = rank_of(tmp_path, PREPARED.format(steps=steps))
-    assert found.reported.kind is kind, found.err
-    if kind is OutcomeKind.OK:
-        assert found.reported.metrics is not None
-        assert any(f"after {steps} optimizer steps" in text for text in found.reported.warnings)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "status", "kind", "ended"),
