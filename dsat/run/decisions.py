@@ -111,8 +111,8 @@ class Decisions:
             return step
         if run.finals is not None:
             return self._continue_finals(run.finals, step.reason)
-        # It fits the search's model to all trials, also after a resumption.
-        converged = isinstance(search.propose(), Stop) or not self._is_budget_used
+        # To propose fits the search's model to all trials, also after a resumption.
+        converged = not self._is_budget_used or isinstance(search.propose(), Stop)
         event = self._finals.begin(step.reason, search.predicted)
         return step if event is None else BeginFinals({**event, "converged": converged})
 

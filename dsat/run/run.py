@@ -250,24 +250,20 @@ class Run:
                 return None
             return own if pairs is not None and pairs.mean <= 0 else self._surely_best or own
         assert own is not None
-        if finals.pick is not None and (
-            finals.comparison is None or finals.is_worth_it or not self.plan.admits(own.batch)
-        ):
-            return self.trials[finals.pick.trial_id]
-        return own if self.plan.admits(own.batch) else self.leader
+        pick = None if finals.pick is None else self.trials[finals.pick.trial_id]
+        if pick is None:
+            return own if self.plan.admits(own.batch) else self.leader
+        # Without a pair, single runs decide.
+        is_better = _surely_beats(self, pick) if finals.comparison is None else finals.is_worth_it
+        return pick if is_better or not self.plan.admits(own.batch) else own
 
     @property
     def _surely_best(self) -> Trial | None:
         """Best of the trials that surely beat the user's own (by enough), or have no comparison."""
         admitted = [trial for trial in searched(self) if self.plan.admits(trial.batch)]
         eligible = [trial for trial in admitted if trial.id not in self.disqualified]
-        for trial in sorted(eligible, key=lambda t: self._objective.loss(self.value(t) or 0.0)):
-            found, own = self.gain_of(trial), self.plan.own_batch
-            is_larger = trial.batch.train_batch_size > own.train_batch_size
-            least = 1 + self.plan.indifference if is_larger else 1.0
-            if found is None or (found.low > 1 and found.ratio > least):
-                return trial
-        return None
+        ranked = sorted(eligible, key=lambda t: self._objective.loss(self.value(t) or 0.0))
+        return next((trial for trial in ranked if _surely_beats(self, trial)), None)
 
     def gain_of(self, trial: Trial | None) -> Gain | None:
         """Return the gain of a measured trial over the user's own, from single runs of both.
@@ -343,6 +339,14 @@ class Run:
         """Return the objective's value of a trial; None if it was not measured."""
         outcome = None if trial is None else self.outcomes.get(trial.id)
         return None if outcome is None else outcome.value(self._objective)
+
+
+def _surely_beats(run: Run, trial: Trial) -> bool:
+    """Return whether single runs show a gain that is enough, or nothing compares the trial."""
+    found, own = run.gain_of(trial), run.plan.own_batch
+    is_larger = trial.batch.train_batch_size > own.train_batch_size
+    least = 1 + run.plan.indifference if is_larger else 1.0
+    return found is None or (found.low > 1 and found.ratio > least)
 
 
 def _variation_of_repeat(run: Run) -> Variation | None:

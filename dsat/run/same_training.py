@@ -85,7 +85,7 @@ def compare(
     curves = [found for curve in own if len(found := _losses(curve)) >= _LEAST_STEPS]
     its = _losses(other)
     if len(curves) < 2:
-        once = "ran only once with losses" if curves else "recorded too few losses"
+        once = "recorded losses only once" if curves else "recorded too few losses"
         return _unknown(f"your own configuration {once}")
     if len(its) < _LEAST_STEPS:
         return _unknown("it recorded too few losses")

@@ -11,7 +11,7 @@ import pytest
 
 from testing.scenarios import Harm, User
 from testing.started import Told
-from testing.world import World
+from testing.world import Failure, World
 from tests.scenarios.checks import check_result, micro_batches, of_kind
 
 SIZES = ("--min-micro-batch", 16, "--max-micro-batch", 16, "--train-batch-size", "own")
@@ -70,6 +70,20 @@ def test_nothing_worse_than_ones_own_is_recommended(
     assert told.best["stage"] == 0 or gain_of(user, user.best_config()) > 0.99
     if noise < 0.05:
         assert "Keep your configuration" in told.json["verdict"][0]
+
+
+@pytest.mark.parametrize("seed", [0, 2, 4, 5])
+def test_noise_is_not_recommended_where_ones_own_is_not_run_again(
+    tmp_path: Path, seed: int
+) -> None:
+    """Its re-run fails in a run that has trials for one pair; then single runs decide."""
+    world: dict[str, Any] = {"run_sd": 0.02, "seed": seed, "effects": faster(1, 0.995)}
+    _, whole = tuned(tmp_path / "whole", *SIZES, trials=8, **world)
+    [first, _] = [n for n, row in enumerate(whole.trials) if row["kind"] == "final"]
+    failure = Failure("TIMEOUT", {"trial": first}, "no result after 600 s")
+    _, told = tuned(tmp_path / "cut", *SIZES, trials=8, failures=(failure,), **world)
+    assert told.trials[first]["outcome"] == "TIMEOUT"
+    assert told.best["kind"] == "baseline"
 
 
 @pytest.mark.parametrize(
@@ -267,4 +281,4 @@ def test_a_search_that_goes_on_after_its_finals_compares_equal_measurements(user
     best = told.best["metrics"]["throughput"]
     assert told.json["best_value"] == best
     assert told.json["gain"] == pytest.approx(best / own)
-    assert any("went on after its finals" in line for line in told.json["verdict"])
+    assert any("resumed after its finals" in line for line in told.json["verdict"])
