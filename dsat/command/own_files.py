@@ -151,7 +151,7 @@ def rewrite_command(words: Sequence[str], folder: Path, answer: Answer) -> Rewri
 def form_of_training(words: Sequence[str], folder: Path) -> Form | None:
     """Return the kind of the first file with training arguments in a command; None without one."""
     files = (folder / _value(word) for word in words if _is_file(word, folder))
-    return next(filter(None, (_form_of(_load(file), folder) for file in files)), None)
+    return next(filter(None, (_form_of(_load(file), folder, file.parent) for file in files)), None)
 
 
 class Rewriting:
@@ -190,7 +190,7 @@ class Rewriting:
     def _copy(self, path: Path) -> tuple[str, Form | None]:
         """Copy a file with the best configuration; return the copy's path (or "") and its kind."""
         data, best = _load(path), str(self._answer.path)
-        form = _form_of(data, self._folder)
+        form = _form_of(data, self._folder, path.parent)
         if form is not None:
             if (own := data.get(_CONFIG)) and not self._answer.by_accelerate:
                 data[_CONFIG] = dict(self._answer.config) if isinstance(own, Mapping) else best
@@ -299,7 +299,7 @@ def _is_of_accelerate(data: Any) -> bool:
     return isinstance(data, dict) and _OF_ACCELERATE in data
 
 
-def _form_of(data: Any, folder: Path) -> Form | None:
+def _form_of(data: Any, *folders: Path) -> Form | None:
     if not isinstance(data, dict) or _is_of_accelerate(data):
         return None
     found = next(
@@ -310,11 +310,13 @@ def _form_of(data: Any, folder: Path) -> Form | None:
         ),
         None,
     )
-    own = data.get(_CONFIG)
-    # The key may mean something else in a script's own file.
-    is_path = isinstance(own, str) and (folder / own).is_file()
-    is_config = is_path or (isinstance(own, Mapping) and bool(own.keys() & _OF_DEEPSPEED))
-    return None if found is OTHER and not is_config else found
+    if found is not OTHER:
+        return found
+    own = data.get(_CONFIG)  # which may mean something else in a script's own file
+    if isinstance(own, Mapping):
+        return found if own.keys() & _OF_DEEPSPEED else None
+    paths = [os.path.join(folder, os.path.expanduser(str(own))) for folder in folders]
+    return found if any(map(os.path.isfile, paths)) else None
 
 
 def _files(text: str) -> YAML:

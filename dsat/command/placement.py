@@ -225,7 +225,7 @@ def parse_cores(given: str) -> tuple[int, ...]:
         span = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
         if not span or span[0] <= max(found, default=-1):
             raise UserInputError(
-                f"--bind_core_list {given}: not ascending numbers and ranges",
+                f"--bind_core_list {given}: must be ascending numbers and ranges",
                 where=_WHERE,
                 hint="Write, for example, 0,2-4.",
             )

@@ -32,7 +32,9 @@ _HF_KNOWN = frozenset(
     """.split()
 )
 
-_CONFIG_FLAG = re.compile(r"--?(?:deepspeed|ds)(?:[_-]?(?:config|cfg|json|file|path))+")
+_CONFIG_FLAG = re.compile(
+    r"--?(?:deepspeed(?=[_-])|ds[_-]?(?:config|cfg)(?![^_-]))(?:[_-]?(?:config|cfg|json|file|path))*"
+)
 _TRUE = frozenset("true yes t y 1".split())  # as HfArgumentParser
 _BOOLEANS = _TRUE | frozenset("false no f n 0".split())
 

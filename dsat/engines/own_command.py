@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import shlex
 import shutil
 import tempfile
 import time
@@ -31,7 +32,7 @@ from dsat.engines.supervisors import LOST, Supervisors
 from dsat.engines.trial_folder import log_files, read_end, remove_hook
 from dsat.errors import DsatError, EngineError, ScriptFailed, UserInputError
 from dsat.in_trial import start_record
-from dsat.in_trial.hook import HOOK_FOLDER, TRIAL_VARIABLE
+from dsat.in_trial.hook import HOOK_FOLDER, RANK_VARIABLE, TRIAL_VARIABLE
 from dsat.in_trial.rank_files import CONFIG_FILE, RECORDS_FOLDER, SEVERAL_NODES_FILE
 from dsat.values import host_limits
 from dsat.values.files import remove, write_atomically
@@ -220,10 +221,10 @@ class OwnCommand:
             )
 
     def _check_hook(self) -> None:
-        """Raise UserInputError if a Python process without dsat's hook has loaded torch.
+        """Raise UserInputError if a process with torch and a socket lacks dsat's hook.
 
         It would train unmeasured, and overwrite checkpoints. Processes that a rank starts lack the
-        hook on purpose.
+        hook on purpose. Others that prepare data open no socket.
         """
         if time.monotonic() < self._checks_hook_s:
             return
@@ -235,9 +236,12 @@ class OwnCommand:
                 if env.get(TRIAL_VARIABLE) != str(self.folder) or hook in env.get("PYTHONPATH", ""):
                     continue
                 maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
-                if "/libtorch_python" in maps and not _is_below_python(process, hook):
+                listens = getattr(process, "net_connections", process.connections)
+                if "/libtorch_python" in maps and listens("inet") and not _is_below_rank(process):
+                    command = shlex.join(process.cmdline()[:3])
                     raise UserInputError(
-                        "replaces PYTHONPATH, by which dsat measures and protects your training",
+                        f"replaces PYTHONPATH for `{command}`: dsat could neither measure that "
+                        "training nor protect your files",
                         where="command",
                         hint="Keep its entries, as in export PYTHONPATH=src:$PYTHONPATH.",
                     )
@@ -249,13 +253,10 @@ class OwnCommand:
         return sorted(self._records.glob(f"{start_record.RECORD_PREFIX}*.json"))
 
 
-def _is_below_python(process: psutil.Process, hook: str) -> bool:
-    """Return whether a Python process with the hook has started a process, directly or not."""
+def _is_below_rank(process: psutil.Process) -> bool:
+    """Return whether a rank that dsat started has started a process, directly or not."""
     own = itertools.takewhile(lambda parent: parent.pid != os.getpid(), process.parents())
-    return any(
-        each.name().startswith("python") and hook in each.environ().get("PYTHONPATH", "")
-        for each in own
-    )
+    return any(RANK_VARIABLE in each.environ() for each in own)
 
 
 def _drop_hook(env: Mapping[str, str]) -> dict[str, str]:

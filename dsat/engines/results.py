@@ -141,7 +141,8 @@ def _quote_last_line(folder: Path, shown: str) -> str:
     `shown` is what a forked rank adds.
     """
     log = "\n".join(_read_log(folder)).replace(shown.strip(), "").strip()
-    last = log.rpartition("\n")[2].strip().replace(str(folder.resolve()), "<trial>")
+    lines = [line for line in log.splitlines() if "%|" not in line]  # no progress bars
+    last = "".join(lines[-1:]).strip().replace(str(folder.resolve()), "<trial>")
     return f": {last}" if last and _TRACEBACK not in log else ""
 
 

@@ -40,7 +40,7 @@ def advise_batch(run: Run) -> list[str]:
     fixed = next((each for each in run.outcomes.values() if each.fixed_batch), None)
     mapping, flag = "--arg-mapping train_micro_batch_size_per_gpu=", run.batch_flag.name
     if run.batch_flag.is_guess:
-        return [f"Micro batch: the script may need it in {flag} as well. Add {mapping}{flag}."]
+        return [f"Micro batch: {flag} may have to follow it. Add {mapping}{flag}."]
     if fixed is not None and not flag:
         advice = (
             "Take it from engine.train_micro_batch_size_per_gpu(), or name the script's flag: "

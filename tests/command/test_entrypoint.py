@@ -186,6 +186,8 @@ def test_the_launchers_switches_are_known() -> None:
         ("--ds-config=ds.json --ds_lr 1", "ds.json", "--ds-config=NEW --ds_lr 1"),
         ("--deepspeed-json a/ds.hjson", "a/ds.hjson", "--deepspeed-json NEW"),
         ("--ds_config zero2", None, "--ds_config zero2"),
+        ("--ds_path rows.json --dsconfig ds.json", "ds.json", "--ds_path rows.json --dsconfig NEW"),
+        ("--ds_file rows.json", None, "--ds_file rows.json"),
     ],
 )
 def test_finds_and_replaces_the_configuration(line: str, path: str | None, replaced: str) -> None:

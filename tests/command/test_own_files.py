@@ -189,7 +189,7 @@ def test_a_configuration_within_a_file_of_another_kind_is_replaced_as_a_whole(
     assert yaml.safe_load(copy) == {"deepspeed": CONFIG, "steps": 9}
 
 
-@pytest.mark.parametrize("own", ["true", "zero2", "{micro: 4, stage: 1}"])
+@pytest.mark.parametrize("own", ["true", "zero2", "{micro: 4, stage: 1}", "x" * 999])
 def test_a_key_that_holds_no_configuration_is_left_alone(tmp_path: Path, own: str) -> None:
     (tmp_path / "own.yaml").write_text(f"deepspeed: {own}\nds_config: ds.json\n")
     assert rewrite_command(["python", "train.py", "own.yaml"], tmp_path, answer(tmp_path)) is None

@@ -186,11 +186,22 @@ def test_a_variable_in_front_of_a_command_leaves_the_hook_in_place(place: Path) 
 
 
 @pytest.mark.slow
+def test_a_program_that_prepares_data_needs_no_hook(place: Path) -> None:
+    (place / "run.sh").write_text(
+        "PYTHONPATH=$PWD python3 -c 'import time, torch; time.sleep(1.5)'\npython3 train.py\n"
+    )
+    assert seen(place, "bash", "run.sh").script == "train.py"
+
+
+@pytest.mark.slow
 def test_a_training_that_dsat_cannot_see_is_ended_before_it_begins(place: Path) -> None:
     """It would run in full, and overwrite the user's checkpoints."""
     runnable(place / "run.sh", "#!/bin/bash\nexport PYTHONPATH=$PWD\npython3 blind.py\n")
-    (place / "blind.py").write_text("import time, torch\ntime.sleep(60)\nopen('trained', 'w')\n")
-    with pytest.raises(UserInputError, match=r"replaces PYTHONPATH.*src:\$PYTHONPATH"):
+    (place / "blind.py").write_text(
+        "import socket, time, torch\ntime.sleep(1.5)\n"  # as while it prepares data
+        "store = socket.create_server(('127.0.0.1', 0))\ntime.sleep(60)\nopen('trained', 'w')\n"
+    )
+    with pytest.raises(UserInputError, match=r"PYTHONPATH for `.*blind.py`.*src:\$PYTHONPATH"):
         seen(place, str(place / "run.sh"))
     assert not (place / "trained").exists()
 

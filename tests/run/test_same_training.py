@@ -103,7 +103,7 @@ def test_where_a_comparison_is_impossible_that_is_said() -> None:
         return found.reason
 
     assert "global batch size differs" in reason(OWN, same_batch=False)
-    assert "your own configuration ran only once with losses" in reason(OWN[:1])
+    assert "your own configuration recorded losses only once" in reason(OWN[:1])
     assert "your own configuration recorded too few" in reason((curve(steps=2),) * 2)
     unseeded = (curve(start=5.0), curve(start=5.2))
     assert "not seeded" in reason(unseeded) and "3.85 %" in reason(unseeded)

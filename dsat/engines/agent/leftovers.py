@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import hashlib
+import importlib.util
 import logging
 import os
 import signal
@@ -169,7 +170,7 @@ class CompilerLocks:
         self._folder = _extensions_folder(env)
         self._first = self._times_ns()
         for path, made_ns in self._first.items():
-            if time.time() - made_ns / 1e9 > _OLD_S:
+            if time.time() - made_ns / 1e9 > _OLD_S and _torch_waits_for_files():
                 _log.warning(
                     "trials wait for the lock %s, which an earlier process has left: remove it, "
                     "unless something compiles there",
@@ -191,6 +192,15 @@ class CompilerLocks:
                 if status.st_uid == os.getuid():
                     times[path] = status.st_mtime_ns
         return times
+
+
+def _torch_waits_for_files() -> bool:
+    """Return whether torch waits until a lock file is gone; newer versions lock the open file."""
+    spec = importlib.util.find_spec("torch")
+    folder = Path(str(spec.origin if spec else "")).parent
+    with contextlib.suppress(OSError):
+        return "FileBaton(" in (folder / "utils" / "cpp_extension.py").read_text(encoding="utf-8")
+    return True
 
 
 def _is_open(path: Path) -> bool:

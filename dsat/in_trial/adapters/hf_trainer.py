@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsat.command import accelerate_env, ds_config
 from dsat.command.switches import OTHER_BATCH, OTHER_CONFIG, OTHER_PARALLELISM
+from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection
 from dsat.in_trial.adapters.calls import Call
 from dsat.in_trial.adapters.trial import RunningTrial
@@ -29,6 +30,11 @@ if TYPE_CHECKING:  # imports torch
 NO_CPU_RANKS = (
     "accelerate does not use DeepSpeed on several CPU ranks by itself; dsat makes it do so in its "
     "own runs only"
+)
+
+NO_DEEPSPEED = (
+    "the Trainer does not use DeepSpeed: name a DeepSpeed configuration, for example with "
+    "--deepspeed ds.json"
 )
 
 
@@ -167,7 +173,12 @@ def check_plugin(call: Call) -> Any:
 
 
 def train(call: Call) -> Any:
-    """Resume from no checkpoint, because the training could end before its first step."""
+    """Resume from no checkpoint, because the training could end before its first step.
+
+    Raises InvalidTrial if the Trainer does not use DeepSpeed: it would train to its end and save.
+    """
+    if not getattr(call.owner, "is_deepspeed_enabled", True):
+        raise InvalidTrial(NO_DEEPSPEED)
     return call.replace("resume_from_checkpoint", 0, None).proceed()
 
 
