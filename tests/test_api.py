@@ -26,7 +26,8 @@ from dsat.estimating.options import EstimateSettings
 from dsat.options import options_of
 from dsat.prepare import installed_deepspeed
 from dsat.projecting.options import ProjectSettings
-from dsat.search import SEARCHES, Problem, RandomSearch, Search
+from dsat.search import SEARCHES, Problem, Proposal, RandomSearch, Search
+from dsat.space.locate import Point
 from dsat.tuning import local
 from dsat.tuning.make_settings import all_options
 from dsat.tuning.settings import Settings
@@ -232,6 +233,30 @@ def test_an_own_search(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("local", "auto"):
         with pytest.raises(ValueError, match=name):
             dsat.register_engine(name, place._engine)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        Point(0, 0, 1),
+        Proposal(Point(99, 0, 1)),
+        Proposal(Point(0, -1, 1)),
+        Proposal(Point(0, 0, 0)),
+        Proposal(Point(0, 0, 2.0)),  # type: ignore[arg-type]
+        Proposal(Point(0, 0, 1), note={"score": 0.5}),  # type: ignore[dict-item]
+    ],
+)
+def test_a_wrong_answer_of_an_own_search_is_said(
+    answer: Any, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(RandomSearch):
+        def propose(self, *_: Any) -> Any:
+            return answer
+
+    monkeypatch.setitem(SEARCHES, "mine", Mine)
+    with pytest.raises(UserInputError, match=r"search 'mine'.*propose"):
+        place.tune(method="mine")
 
 
 def test_errors_are_those_of_dsat(place: Place, tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ class Run:
         self.info: Mapping[str, Any] = {}
         self.trials: dict[int, Trial] = {}
         self.outcomes: dict[int, Outcome] = {}
+        self._measured = 0  # trials that ran
         self.earlier: set[int] = set()
         self.baseline: Trial | None = None
         self.repeat: Trial | None = None
@@ -139,6 +140,7 @@ class Run:
 
     def _finish(self, trial_id: int, outcome: Outcome, at_s: float | None = None) -> None:
         self.outcomes[trial_id] = outcome
+        self._measured += outcome.ok
         self.ended_at_s[trial_id] = at_s
         self.ended_s[trial_id] = self.running_s
         trial = self.trials[trial_id]
@@ -278,9 +280,9 @@ class Run:
         if not self.plan.admits(own.batch):
             return None
         first, then = self.contestant(own), self.contestant(trial)
-        tried = sum(outcome.ok for outcome in self.outcomes.values())
         errors = first.standard_error, then.standard_error
-        margin = margin_of_single_runs(errors, tried, self.variation or _variation_of_repeat(self))
+        variation = self.variation or _variation_of_repeat(self)
+        margin = margin_of_single_runs(errors, self._measured, variation)
         return Gain.of_log(then.log_value - first.log_value, margin)
 
     @property

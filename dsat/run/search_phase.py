@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from dsat.errors import UserInputError
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.run.comparison import Variation
@@ -89,6 +90,7 @@ class SearchPhase:
         self._update_predictions()
         for _ in range(_MOST_REPEATED):
             answer = self._search.propose(self._observations.list_all(), self._context)
+            self._check(answer)
             if not isinstance(answer, Proposal):
                 return answer
             point = answer.point
@@ -97,6 +99,27 @@ class SearchPhase:
             if trial is not None:
                 return trial
         return Stop(EXHAUSTED)
+
+    def _check(self, answer: Any) -> None:
+        """Raise UserInputError for an answer of a registered search that no trial can have."""
+        problem = ""
+        if isinstance(answer, Proposal):
+            point, counts = answer.point, [branch.count for branch in self._space.branches]
+            if point.branch not in range(len(counts)):
+                problem = "is of no branch of the space"
+            elif point.index not in range(counts[point.branch]):
+                problem = "is of no settings of its branch"
+            elif type(point.micro_batch) is not int or point.micro_batch < 1:
+                problem = "has no positive micro batch"
+            elif not all(type(value) is int for value in answer.note.values()):
+                problem = "has a note whose values are not whole numbers"
+        elif not isinstance(answer, (Wait, Stop)):
+            problem = "is no Proposal, Wait or Stop"
+        if problem:
+            raise UserInputError(
+                f"the answer of its `propose` {problem}: {answer!r}",
+                where=f"search {self._plan.method!r}",
+            )
 
     def _trial(
         self, settings: Mapping[str, Any], micro_batch: int, proposal: Proposal
