@@ -44,8 +44,9 @@ def reserved(max_trials: int, asked: int | None = None) -> int:
 
     `asked` is the user's limit, or None for a share of all trials.
     """
-    if asked is not None:
-        return min(asked, max(0, max_trials - 3))  # their own, perhaps a profile, one to compare
+    if asked is not None:  # the rest is their own, perhaps a profile, and one to compare
+        found = min(asked, max(reserved(max_trials), max_trials - 3))
+        return found if found >= PAIR else 0
     if max_trials < SHORT_RUN:
         return PAIR if max_trials >= LEAST_RUN else 0
     return min(MOST_TRIALS, max(LEAST_TRIALS, int(SHARE * max_trials)))

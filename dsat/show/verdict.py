@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dsat.run.comparison import Gain
-from dsat.run.finals import LEAST_RUN
+from dsat.run.finals import LEAST_RUN, PAIR
 from dsat.run.finals_phase import contenders
 from dsat.run.journal import ENGINE
 from dsat.run.run import Run, final_value, own_switches, searched
@@ -294,8 +294,8 @@ def _no_finals(run: Run) -> str:
     """Explain why no finals confirm the search, and what to do."""
     if run.finals is not None:
         return "The finals are not over."
-    if run.plan.finals == 0:
-        return "Finals would confirm it (--finals)."
+    if run.plan.finals is not None and run.plan.finals < PAIR:
+        return f"Finals would confirm it (--finals {PAIR} or more)."
     if run.plan.max_trials < LEAST_RUN:
         return f"Finals would confirm it (--max-trials {LEAST_RUN} or more)."
     resume = "" if ENGINE in run.info else "; if the run was ended, continue it with --resume"

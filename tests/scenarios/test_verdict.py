@@ -45,7 +45,7 @@ KINDS = {
     "changes": r"^Changed: ",
     "measured once": r"^Confidence: low: each (configuration )?was measured once",
     "pairs so far": r"^Confidence: low, with \d+ pair",
-    "finals are off": r"\(--finals\)\.$",
+    "finals are off": r"\(--finals 2 or more\)\.$",
     "too few trials for finals": r"\(--max-trials \d+ or more\)\.$",
     "finals did not begin": r"continue it with --resume",
     "no finals needed": r"fast enough for the finals",
