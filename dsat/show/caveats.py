@@ -88,8 +88,8 @@ def _warn_of_noise(run: Run, found: Gain | None) -> Iterator[str]:
         interval = f"may be anything from {found.low:.2f}x to {found.high:.2f}x"
         yield (
             f"the gain {'is not known' if found.is_unknown else interval}, because runs of the "
-            f"same configuration differ much. {_QUIETER} More pairs help too (--finals, with "
-            "enough --max-trials)."
+            f"same configuration differ much. {_QUIETER} In a new run more pairs help too "
+            "(--finals, with enough --max-trials)."
         )
 
 

@@ -75,7 +75,8 @@ def test_no_more_trials_than_allowed_and_some_are_kept_for_the_finals(
 
 
 @pytest.mark.parametrize(
-    ("trials", "finals", "most"), [(20, 0, 0), (20, 2, 2), (20, 9, 9), (10, 20, 7), (4, 20, 2), (20, 1, 0)]
+    ("trials", "finals", "most"),
+    [(20, 0, 0), (20, 2, 2), (20, 9, 9), (10, 20, 7), (4, 20, 2), (20, 1, 0)],
 )
 def test_the_finals_may_be_given_more_or_fewer_trials(
     user: User, trials: int, finals: int, most: int
