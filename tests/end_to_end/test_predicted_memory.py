@@ -107,7 +107,9 @@ def test_a_search_simulates_before_it_launches(tmp_path: Path) -> None:
         "simulated"
     }
     for stage in range(4):
-        assert re.search(rf"stage {stage}: .* largest micro batch \d+ \(simulated\)", told.err)
+        assert re.search(
+            rf"stage {stage}: .* fits up to micro batch [\d,]+ \(simulated\)", told.err
+        )
     assert [o.kind for o in run.outcomes.values()].count(OutcomeKind.OOM) <= 1
     others = searched(run)
     assert others and all(trial.predicted_bytes for trial in others)

@@ -37,7 +37,7 @@ def wide_space() -> Space:
         micro_batches=range(2, 129, 2),
         slots=2,
         gas=1,
-        num_params=2 * 10**6,
+        num_params=10**8,
     )
 
 

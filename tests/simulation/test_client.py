@@ -167,7 +167,9 @@ def test_the_closed_form_agrees(gpt_on_a_device: Simulator, cases: list[dict[str
             assert formula.init == pytest.approx(estimate.init, rel=0.02), case
         if "offload" in case:
             assert formula.host_pinned == pytest.approx(estimate.host_pinned, rel=0.02), case
-            assert formula.host_pageable == pytest.approx(estimate.host_pageable, rel=0.02), case
+            assert formula.host_pageable == pytest.approx(
+                estimate.host_pageable, rel=0.02, abs=16
+            ), case
 
 
 def test_a_host_holds_states_and_not_the_parameters_before_them(
