@@ -316,7 +316,10 @@ def _environment(data: Mapping[str, Any], where: str) -> dict[str, str]:
     env = {}
     for part in parts:
         if not isinstance(part, list):
-            raise UserInputError(f"must be a list, not {part!r}", where=where)
+            raise UserInputError(
+                f"must be a list of NAME=VALUE, or such lists by kind of device, not {part!r}",
+                where=where,
+            )
         for entry in part:
             name, equals, value = str(entry).partition("=")
             if not equals or not name:

@@ -44,7 +44,7 @@ def reserved(max_trials: int, asked: int | None = None) -> int:
 
     `asked` is the user's limit, or None for a share of all trials.
     """
-    if asked is not None:  # the rest is their own, perhaps a profile, and one to compare
+    if asked is not None:  # leave the baseline, perhaps a profile, and a candidate
         found = min(asked, max(reserved(max_trials), max_trials - 3))
         return found if found >= PAIR else 0
     if max_trials < SHORT_RUN:
