@@ -1,8 +1,8 @@
 """The Python API: the commands as functions, for programs and notebooks.
 
-Options and defaults are those of the command line. dsat prints nothing, sets no signal handler and
-never exits: messages go to the logger `dsat`. Errors are `DsatError`s; an unknown keyword raises
-TypeError, and `register_search` and `register_engine` raise TypeError or ValueError.
+Options have the names and defaults of the command line. dsat prints nothing, sets no signal handler
+and never exits: messages go to the logger `dsat`. Errors are `DsatError`s; an unknown keyword
+raises TypeError, and `register_search` and `register_engine` raise TypeError or ValueError.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
 
 
 def fill_in_auto(config: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a configuration whose "auto" values are replaced by those of `passed`."""
+    """Return a copy of a configuration; replace "auto" values with the values in `passed`."""
     result = {}
     for key, value in config.items():
         other = passed.get(key)

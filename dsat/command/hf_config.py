@@ -112,7 +112,7 @@ def ds_config(dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop "auto" values except those of `BY_HIDDEN_SIZE`, so that DeepSpeed's defaults apply."""
+    """Drop "auto" values, so that DeepSpeed's defaults apply; keep the keys of `BY_HIDDEN_SIZE`."""
     return {
         key: _without_auto(value) if isinstance(value, Mapping) else value
         for key, value in config.items()

@@ -182,7 +182,7 @@ def _make_seen_program(first: RankStart) -> Entrypoint:
 
 
 def _difference(has: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a command sets, without those of launchers and of devices."""
+    """Return the variables that a command sets, except variables of launchers and devices."""
     return {
         name: value
         for name, value in has.items()

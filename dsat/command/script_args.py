@@ -41,10 +41,10 @@ _BOOLEANS = _TRUE | frozenset("false no f n 0".split())
 
 @dataclass(frozen=True)
 class _Place:
-    """One occurrence of a flag: its index among the arguments, and that of its value.
+    """One occurrence of a flag: the indices of the flag and of its value.
 
     Attributes:
-        value: index of its value: that of the flag for `--flag=value`, None for a bare flag.
+        value: index of the value: the flag's index for `--flag=value`, None for a bare flag.
     """
 
     flag: int

@@ -109,7 +109,7 @@ def _with_advice(outcome: Outcome, text: str) -> Outcome:
 
 
 def _reports(lines: Sequence[str]) -> list[dict[str, Any]]:
-    """Return the reports of the ranks in a log, only those of the trial's last run."""
+    """Return the ranks' reports in a log; drop reports of earlier runs of the trial."""
     found = []
     for line in lines:
         _, mark, text = line.partition(LOG_MARK)

@@ -1,7 +1,7 @@
 """Context of the runner's experiment: your folder and includes, this package, and the job.
 
-The rules are those of determined's client: a `.detignore` in the folder or in an included folder
-applies, links to folders are not followed, and the size is limited.
+The rules of determined's client apply: a `.detignore` in the folder or in an included folder is
+read, links to folders are not followed, and the size is limited.
 """
 
 from __future__ import annotations

@@ -236,8 +236,11 @@ class OwnCommand:
                 if env.get(TRIAL_VARIABLE) != str(self.folder) or hook in env.get("PYTHONPATH", ""):
                     continue
                 maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
-                listens = getattr(process, "net_connections", process.connections)
-                if "/libtorch_python" in maps and listens("inet") and not _is_below_rank(process):
+                if (
+                    "/libtorch_python" in maps
+                    and _connections(process)
+                    and not _is_below_rank(process)
+                ):
                     command = shlex.join(process.cmdline()[:3])
                     raise UserInputError(
                         f"replaces PYTHONPATH for `{command}`: dsat could neither measure that "
@@ -251,6 +254,13 @@ class OwnCommand:
 
     def _record_files(self) -> list[Path]:
         return sorted(self._records.glob(f"{start_record.RECORD_PREFIX}*.json"))
+
+
+def _connections(process: psutil.Process) -> Sequence[Any]:
+    # psutil 6 renamed the method.
+    name = "net_connections" if hasattr(process, "net_connections") else "connections"
+    found: Sequence[Any] = getattr(process, name)("inet")
+    return found
 
 
 def _is_below_rank(process: psutil.Process) -> bool:

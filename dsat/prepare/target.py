@@ -88,7 +88,7 @@ class ModelSettings(Target):
 
     @property
     def has_own(self) -> bool:
-        """Whether the user has a DeepSpeed configuration: always with a script."""
+        """Return whether the user has a DeepSpeed configuration; always true with a script."""
         return self.model is None or self.ds_config is not None
 
     def __post_init__(self) -> None:

@@ -69,12 +69,12 @@ class Traced:
 
     @property
     def parallelism(self) -> Parallelism:
-        """How slots share samples in the user's configuration."""
+        """Sizes of parallelism in the user's configuration."""
         return parallelism_of(self.base)
 
     @property
     def has_batch(self) -> bool:
-        """Whether the configuration has a batch size, without which dsat chooses one."""
+        """Return whether the configuration has a batch size; else dsat chooses one."""
         return any(isinstance(self.base.get(key), int) for key in ds_config.BATCH_KEYS)
 
     def global_batch(self, slots: int) -> int:

@@ -44,8 +44,7 @@ class BatchFlag:
         self._is_needless |= outcome.ok and is_other and not flag
         if self.is_guess and self._is_needless:
             self.name, self.is_guess = "", False
-            return
-        if flag and flag not in self.refused:
+        if flag and flag not in self.refused and not self._is_needless:
             self.name, self.is_guess = flag, self.is_guess and not (outcome.ok and is_other)
         elif not found or found in self.refused:
             return

@@ -38,7 +38,8 @@ class Tuner:
         earlier: trials of earlier runs to use again.
         clock: monotonic clock in seconds, for displayed durations only.
         time_of_day: clock in seconds since the epoch, for dates of events; None for no dates.
-        last_event_s: time of the last event, or of the command's start, by `clock`; None for now.
+        last_event_s: time of the last event, or of the command's start, by `clock`; by default the
+            present time.
 
     Raises:
         JournalMismatch: the plan in the journal is another one.

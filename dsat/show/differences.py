@@ -55,7 +55,7 @@ class Difference:
 
     @property
     def reason(self) -> str:
-        """Why the setting matters; empty if unknown."""
+        """Reason to change the setting; empty if unknown."""
         return _REASONS.get(self.key, "")
 
     def __str__(self) -> str:

@@ -15,7 +15,7 @@ from dsat.values.text import MOST_OF_A_LOG, printable
 
 
 class OutcomeKind(str, enum.Enum):
-    """How a trial ended."""
+    """Kind of a trial's end."""
 
     OK = "OK"
     OOM = "OOM"
@@ -265,7 +265,7 @@ class SequenceLengths:
 
 @dataclass(frozen=True)
 class Outcome(Recorded):
-    """How a trial ended, and its measurements.
+    """End of a trial, with its measurements.
 
     Attributes:
         message: one line on what went wrong; empty for a successful trial.

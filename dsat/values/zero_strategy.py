@@ -24,7 +24,7 @@ class Strategy:
 
     @property
     def offloads(self) -> bool:
-        """Whether optimizer states or parameters are stored on the host or on NVMe."""
+        """Return whether optimizer states or parameters are stored on the host or on NVMe."""
         return not NONE == self.offload_optimizer == self.offload_param
 
     @property
@@ -50,7 +50,7 @@ class Strategy:
 
     @property
     def offloading(self) -> dict[str, str]:
-        """Where optimizer states and parameters are stored, by section of a configuration."""
+        """Devices of optimizer states and parameters, by section of a configuration."""
         return {"offload_optimizer": self.offload_optimizer, "offload_param": self.offload_param}
 
     @property

@@ -145,7 +145,7 @@ def test_a_shell_asks_for_the_secrets_of_a_command() -> None:
 
 
 def test_a_shell_asks_for_every_word_that_hides_something() -> None:
-    own, url = Path(f"/work/token={KEY}"), f"https://me:{KEY}@host"
+    own, url = Path(f"/home/me/token={KEY}"), f"https://me:{KEY}@host"
     words = ["--config", f"{own}/best.json", "--url", url, f"run.url={url}", url, ""]
     words += ["--4_token", KEY, "--pwd", KEY, f"a/b={url}", "-h", url]
     names = "URL RUN_URL ARGUMENT_5 ARGUMENT_4_TOKEN ARGUMENT_PWD ARGUMENT_11 H".split()
