@@ -13,18 +13,18 @@ from dsat.values import student
 # 97.5 % for a fixed number holds in 95 % of runs (`benchmarks/winners_curse.py`).
 REPORTED, CLEAR = 0.975, 0.99
 _WIDEST = 100.0  # largest ratio of the ends of an interval that is shown
-# Up to this number of pairs, the search's runs count towards the spread; with just this number,
-# unless they differ from the pairs at this confidence.
+# Up to this number of pairs, the search's runs count towards the spread. With more than one pair,
+# they do not if they differ from the pairs at this confidence.
 _FEW, _DIFFERENT = 3, 0.95
-
 
 # Prior of a machine's run-to-run variation, and its degrees of freedom. With these, at 5 % of
 # variation and without finals, a configuration that is not better replaces the user's own in at
 # most 5 % of runs (`benchmarks/winners_curse.py`).
 _PRIOR_SD, _PRIOR_FREEDOM = 0.02, 3
-# The same for a single pair. With it, two runs that differ by chance do not hide a gain of half the
-# speed, and the interval of one pair still holds in 95 % of runs at 5 % of variation.
-_PRIOR_SD_OF_PAIR = 0.03
+# The same for pairs, with degrees of freedom by the number of pairs; three pairs need none. With
+# these, the median interval of two pairs is no wider than that of one. Intervals hold in 96 % of
+# runs at 5 % of variation, and in 92 % at 10 % (`tests/run/test_finals.py`).
+_PRIOR_SD_OF_PAIRS, _PRIOR_FREEDOM_OF_PAIRS = 0.03, {1: 3, 2: 1}
 
 
 @dataclass(frozen=True)
@@ -108,15 +108,18 @@ class Comparison:
 
     @classmethod
     def of_pairs(
-        cls, pairs: Sequence[tuple[float, float]], before: tuple[float, float]
+        cls, pairs: Sequence[tuple[float, float]], before: tuple[float, float | None]
     ) -> Comparison:
-        """Compare the second of each pair with the first; `before` has the search's run of both.
+        """Compare the second of each pair with the first.
 
         Differences and sums of the pairs have the same spread, except that a steady drift of the
         machine changes the sums. Up to three pairs are too few to estimate it well, so `before`
         counts too: the first run, and with a single pair also the second. The first trial of a run
-        may differ far from all others, so with three pairs it does not count if it differs
+        may differ far from all others, so with two or three pairs it does not count if it differs
         significantly (Bancroft, Annals of Mathematical Statistics 15 (1944)).
+
+        Args:
+            before: the search's run of both; None for one that did not run alone as the pairs do.
         """
         count = len(pairs)
         differences = [second - first for first, second in pairs]
@@ -128,24 +131,25 @@ class Comparison:
         if count > 2:
             squares += _squares_beside_drift([first + second for first, second in pairs])
             freedom += count - 2
+        more = _PRIOR_FREEDOM_OF_PAIRS.get(count, 0)
+        prior = 2 * more * _PRIOR_SD_OF_PAIRS**2
         again = list(zip(before, zip(*pairs, strict=True), strict=True))[: 2 if count == 1 else 1]
         for searched, runs in again if count <= _FEW else ():
+            if searched is None:
+                continue
             square = 2 * (searched - statistics.fmean(runs)) ** 2 * count / (count + 1)
-            is_like_them = count < _FEW or (
-                square <= student.half_width(_DIFFERENT, freedom) ** 2 * squares / freedom
-            )
-            if is_like_them:
+            expected = (squares + prior) / (freedom + more)
+            limit = student.half_width(_DIFFERENT, freedom + more) ** 2 * expected
+            if count == 1 or square <= limit:
                 squares, freedom = squares + square, freedom + 1
         variation = Variation(math.sqrt(squares / freedom / 2), freedom)
-        error = math.sqrt(squares / freedom / count)
-        if count == 1:
-            # An error estimated from two differences is often far too large by chance, so use the
-            # smaller margin. It misses in no more cases than both margins together.
-            prior = 2 * _PRIOR_FREEDOM * _PRIOR_SD_OF_PAIR**2
-            assumed = math.sqrt((squares + prior) / (freedom + _PRIOR_FREEDOM))
-            if _margin(assumed, freedom + _PRIOR_FREEDOM) < _margin(error, freedom):
-                error, freedom = assumed, freedom + _PRIOR_FREEDOM
-        return cls(mean, error, freedom, variation)
+        # An error estimated from a few differences is often far too large by chance, so use the
+        # smaller margin. It misses in no more cases than both margins together.
+        errors = [
+            (math.sqrt(total / known / count), known)
+            for total, known in ((squares, freedom), (squares + prior, freedom + more))
+        ]
+        return cls(mean, *min(errors, key=lambda error: _margin(*error)), variation)
 
     @property
     def margin(self) -> float:

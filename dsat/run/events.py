@@ -42,9 +42,9 @@ VALUES_OF: Mapping[str, Mapping[str, Any]] = {
     EVENT_STOPPED: {"reason": str},
 }
 # Optional values of any event. `time_s`: date, in seconds since the epoch; absent in earlier
-# versions. `converged`, `reserves`, `least_gain`, `first_look`: values of finals. In earlier
-# versions, they are absent (`converged` is in the event of a new budget instead), and finals were
-# judged from the second pair on.
+# versions. `converged`, `reserves`, `least_gain`, `first_look`, `most_failures`: values of finals.
+# In earlier versions, they are absent (`converged` is in the event of a new budget instead), finals
+# were judged from the second pair on, and a pick was replaced when it failed once.
 _VALUES_OF_ALL: Mapping[str, Any] = {
     "elapsed_s": float,
     "time_s": float,
@@ -52,6 +52,7 @@ _VALUES_OF_ALL: Mapping[str, Any] = {
     "reserves": list[int],
     "least_gain": float,
     "first_look": int,
+    "most_failures": int,
     "finals": int | None,
     "indifference": float,
 }

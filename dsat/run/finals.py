@@ -16,8 +16,9 @@ from __future__ import annotations
 import enum
 import math
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dsat.run.comparison import Comparison, Gain, margin_of_single_runs
 
@@ -29,6 +30,7 @@ SHARE, MOST_COST = 0.25, 0.30
 # Runs with fewer trials than the first have one pair of finals; with fewer than the second, none.
 SHORT_RUN, LEAST_RUN = 12, 4
 PAIR = 2
+MOST_FAILURES = 2  # of re-runs of a configuration, before it takes no further part
 
 # Numbers of pairs at which they are judged, besides the end of the budget. One pair suffices for a
 # clear gain or loss of 1.3x. With 1.5x, gains of 1.4x to 1.5x on a noisy machine took two or three
@@ -75,6 +77,7 @@ class Contestant:
         standard_error: standard error of `log_value` in a single run.
         memory_bytes: peak memory of a device; None if unknown.
         changes: number of settings that differ from the user's own configuration.
+        ran_alone: whether no other trial ran at the same time.
         predicted: `log_value` predicted by the search; equal for all if it has no model of speed,
             and the measured one if it has no prediction.
     """
@@ -85,6 +88,7 @@ class Contestant:
     train_batch_size: int
     memory_bytes: int | None = None
     changes: int = 0
+    ran_alone: bool = True
     predicted: float = 0.0
 
     @property
@@ -153,17 +157,43 @@ class Turn:
     trial_id: int | None = None
 
 
+@dataclass(frozen=True)
+class Rules:
+    """What the finals allow, and when they end.
+
+    Attributes:
+        trials: number of runs allowed.
+        indifference: gain, as a fraction, below which a larger global batch is not worth it.
+        least_gain: pairs end early once the gain is surely below this fraction; None for never.
+        first_look: number of pairs at the first judgement.
+        most_failures: number of failed re-runs after which the next candidate replaces the pick.
+    """
+
+    trials: int
+    indifference: float = 0.0
+    least_gain: float | None = None
+    first_look: int = FIRST_LOOK
+    most_failures: int = MOST_FAILURES
+
+    @classmethod
+    def of_event(cls, event: Mapping[str, Any]) -> Rules:
+        """Return the rules in a journal; see `events` for what earlier versions lack."""
+        return cls(
+            trials=event["trials"],
+            indifference=event["indifference"],
+            least_gain=event.get("least_gain"),
+            first_look=event.get("first_look", 2),
+            most_failures=event.get("most_failures", 1),
+        )
+
+
 class Finals:
     """The state of the finals: which configuration runs next, and in the end which one won.
 
     Args:
         candidates: best first; each replaces the one before if that fails or trains differently.
-        trials: number of runs allowed.
-        indifference: gain, as a fraction, below which a larger global batch is not worth it.
-        least_gain: pairs end early once the gain is surely below this fraction; None for never.
         same_batch: trial ids of candidates with another global batch than the user's, for which a
             configuration with the user's global batch runs too.
-        first_look: number of pairs at the first judgement.
 
     Attributes:
         pick: candidate that is compared with the user's own configuration; None if none is left.
@@ -175,24 +205,18 @@ class Finals:
         self,
         own: Contestant,
         candidates: Sequence[Contestant],
+        rules: Rules,
         *,
-        trials: int,
-        indifference: float = 0.0,
-        least_gain: float | None = None,
         same_batch: Collection[int] = (),
-        first_look: int = FIRST_LOOK,
     ) -> None:
         self.own = own
         self.pairs: list[tuple[float, float]] = []
         self.pick: Contestant | None = None
         self.used = 0
-        self._trials = trials
-        self._first_look = first_look
-        self._indifference = indifference
-        self._least = None if least_gain is None else math.log1p(least_gain)
+        self._rules = rules
         self.with_same_batch = frozenset(same_batch)
         self._candidates = list(candidates)
-        self._own_failures = 0
+        self._own_failures = self._pick_failures = 0
         self._pair: dict[Role, float] = {}
         self._same_batch: float | None = None  # log gain over the preceding run of the user's own
         self._same_batch_due = False
@@ -210,7 +234,7 @@ class Finals:
     @property
     def own_failed(self) -> bool:
         """Return whether two re-runs of the user's own configuration failed."""
-        return self._own_failures >= 2
+        return self._own_failures >= MOST_FAILURES
 
     def mean_log_value(self, trial_id: int) -> float | None:
         """Return the mean log value of a trial in the pairs; None if it is in no pair.
@@ -227,7 +251,7 @@ class Finals:
         """Comparison of the pick with the user's own configuration; None without a pair."""
         if not self.pairs or self.pick is None:
             return None
-        before = (self.own.log_value, self.pick.log_value)
+        before = (self.own.log_value, self.pick.log_value if self.pick.ran_alone else None)
         return Comparison.of_pairs(self.pairs, before)
 
     @property
@@ -243,7 +267,7 @@ class Finals:
         if comparison is None or self.pick is None or not self.is_better:
             return False
         larger = self.pick.train_batch_size > self.own.train_batch_size
-        return not larger or comparison.gain.ratio > 1 + self._indifference
+        return not larger or comparison.gain.ratio > 1 + self._rules.indifference
 
     @property
     def same_batch_gain(self) -> Gain | None:
@@ -255,8 +279,13 @@ class Finals:
         margin = comparison.margin * math.sqrt(len(self.pairs))
         return Gain.of_log(self._same_batch, margin)
 
-    def record(self, log_value: float | None) -> None:
-        """Record the result of the turn; None for a failure."""
+    def record(self, log_value: float | None, *, may_repeat: bool = True) -> None:
+        """Record the result of the turn.
+
+        Args:
+            log_value: None for a failure.
+            may_repeat: whether a pick that failed stays in the finals.
+        """
         turn = self._queue.pop(0)
         self.used += 1
         if turn.role is Role.SAME_BATCH:
@@ -264,7 +293,7 @@ class Finals:
                 own = self._pair.get(Role.OWN)
                 self._same_batch = log_value - (self.pairs[-1][0] if own is None else own)
         elif log_value is None:
-            self._handle_failure(turn)
+            self._handle_failure(turn, may_repeat)
         else:
             self._pair[turn.role] = log_value
         if not self._queue:
@@ -284,18 +313,25 @@ class Finals:
             self._pair = {}
         if not self._decided():
             self._next_pair()
-        elif self._same_batch_due and not self.own_failed and self.used < self._trials:
+        elif self._same_batch_due and not self.own_failed and self.used < self._rules.trials:
             self._queue = [Turn(Role.SAME_BATCH)]
             self._same_batch_due = False
 
-    def _handle_failure(self, turn: Turn) -> None:
+    def _handle_failure(self, turn: Turn, may_repeat: bool) -> None:
+        """Run the configuration again if that may help; else end with its pairs, or replace it."""
         if turn.role is Role.OWN:
             self._own_failures += 1
-            again = self._own_failures < 2 and self.used + 1 + len(self._queue) <= self._trials
-            self._queue = [turn, *self._queue] if again else []
+            may_repeat = not self.own_failed
+        else:
+            self._pick_failures += 1
+            may_repeat &= self._pick_failures < self._rules.most_failures
+        if may_repeat and self.used + 1 + len(self._queue) <= self._rules.trials:
+            self._queue.insert(0, turn)
+        elif turn.role is Role.OWN or (may_repeat and self.pairs):
+            self._queue = []
         else:
             self._drop_pick()
-            if self._trials - self.used < PAIR:
+            if self._rules.trials - self.used < PAIR:
                 self.pick = self._surely_better()
 
     def _surely_better(self) -> Contestant | None:
@@ -314,8 +350,8 @@ class Finals:
 
     def _choose(self) -> None:
         """Make the next candidate the pick, if there is one and room for a pair."""
-        if self._candidates and self._trials - self.used >= PAIR:
-            self.pick = self._candidates.pop(0)
+        if self._candidates and self._rules.trials - self.used >= PAIR:
+            self.pick, self._pick_failures = self._candidates.pop(0), 0
             self._same_batch_due = self.pick.trial_id in self.with_same_batch
             self._next_pair()
 
@@ -324,19 +360,20 @@ class Finals:
         if self.own_failed:
             return True
         comparison, count = self.comparison, len(self.pairs)
-        if comparison is None or count not in _LOOKS or count < self._first_look:
+        if comparison is None or count not in _LOOKS or count < self._rules.first_look:
             return False
         if count == 1 and abs(comparison.mean) < _LARGE:
             return False
-        return comparison.is_clear(self._least)
+        least = self._rules.least_gain
+        return comparison.is_clear(None if least is None else math.log1p(least))
 
     def _next_pair(self) -> None:
-        if self._trials - self.used < PAIR:
+        if self._rules.trials - self.used < PAIR:
             return
         assert self.pick is not None
         own, leader = Turn(Role.OWN), Turn(Role.LEADER, self.pick.trial_id)
         self._queue = [leader, own] if len(self.pairs) % 2 else [own, leader]
         is_due = self._same_batch_due and len(self.pairs) == 1
-        if is_due and self._trials - self.used > PAIR:
+        if is_due and self._rules.trials - self.used > PAIR:
             self._queue.append(Turn(Role.SAME_BATCH))  # right after a run of the user's own
             self._same_batch_due = False

@@ -57,6 +57,7 @@ class FinalsPhase:
             "reserves": candidates[1:],
             "least_gain": plan.indifference,
             "first_look": finals.FIRST_LOOK,
+            "most_failures": finals.MOST_FAILURES,
             "same_batch": [
                 trial_id
                 for trial_id in candidates
@@ -138,7 +139,7 @@ def contenders(run: Run) -> list[Trial]:
     """Return trials of the search that the finals may compare with the user's own.
 
     If the user's own is the best, these are only trials whose interval includes a worthwhile gain,
-    and trials that ran beside more other trials than the user's own did.
+    and trials that ran beside others while the user's own ran alone.
     """
     tried = [trial for trial in searched(run) if run.plan.admits(trial.batch)]
     if run.leader is not run.baseline:
@@ -149,7 +150,7 @@ def contenders(run: Run) -> list[Trial]:
 def _may_gain(run: Run, trial: Trial) -> bool:
     assert run.baseline is not None
     own, its = run.contestant(run.baseline), run.contestant(trial)
-    if run.neighbours.get(trial.id, 0) > run.neighbours.get(own.trial_id, 0):
+    if own.ran_alone and not its.ran_alone:
         return True
     ran = sum(outcome.ok for outcome in run.outcomes.values())
     margin = NormalDist().inv_cdf(1 - 0.025 / ran)

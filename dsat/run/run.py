@@ -12,7 +12,7 @@ from dsat.memory.predictor import Basis
 from dsat.run import events
 from dsat.run.batch_flag import BatchFlag
 from dsat.run.comparison import Gain, Variation, margin_of_single_runs
-from dsat.run.finals import Contestant, Finals, Role, reserved
+from dsat.run.finals import Contestant, Finals, Role, Rules, reserved
 from dsat.run.training_check import TrainingCheck
 from dsat.space.plan import Plan
 from dsat.values import hazards
@@ -153,7 +153,8 @@ class Run:
         if trial.kind is TrialKind.FINAL:
             # Another version of dsat may have run more pairs than this version requires.
             if self.finals is not None and not self.finals.over:
-                self.finals.record(None if value is None else self._objective.log_value(value))
+                log_value = None if value is None else self._objective.log_value(value)
+                self.finals.record(log_value, may_repeat=not outcome.kind.is_unsafe)
                 self._check_training(self.finals)
             return
         if (
@@ -175,11 +176,8 @@ class Run:
         self.finals = Finals(
             self.contestant(self.baseline),
             [self.contestant(self.trials[trial_id]) for trial_id in candidates],
-            trials=event["trials"],
-            indifference=event["indifference"],
-            least_gain=event.get("least_gain"),
+            Rules.of_event(event),
             same_batch=event["same_batch"],
-            first_look=event.get("first_look", 2),
         )
 
     def _enter_final(self, trial: Trial) -> None:
@@ -219,6 +217,7 @@ class Run:
             train_batch_size=trial.batch.train_batch_size,
             memory_bytes=memory.peak if memory is not None and memory.is_exact else None,
             changes=len(self.changes(trial)),
+            ran_alone=not self.neighbours.get(trial.id),
         )
 
     def changes(self, trial: Trial) -> dict[str, tuple[Any, Any]]:

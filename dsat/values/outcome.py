@@ -31,6 +31,11 @@ class OutcomeKind(str, enum.Enum):
         """Return whether the memory of the device or of the host ran out."""
         return self in (OutcomeKind.OOM, OutcomeKind.HOST_OOM)
 
+    @property
+    def is_unsafe(self) -> bool:
+        """Return whether a configuration that ended so once may end so in the training."""
+        return self.is_out_of_memory or self is OutcomeKind.DIVERGED
+
 
 _DESCRIPTIONS = {
     OutcomeKind.OK: "ran",

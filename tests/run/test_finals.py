@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dsat.run import finals as rules
 from dsat.run.comparison import Comparison
-from dsat.run.finals import Contestant, Finals, Role
+from dsat.run.finals import Contestant, Finals, Role, Rules
 from dsat.values import student
 
 OWN = Contestant(1, 0.0, 0.01, train_batch_size=8)
 
 
 def leader(
-    trial_id: int, gain: float = 1.4, *, batch: int = 8, error: float = 0.01, **known: int
+    trial_id: int, gain: float = 1.4, *, batch: int = 8, error: float = 0.01, **known: Any
 ) -> Contestant:
     return Contestant(trial_id, math.log(gain), error, train_batch_size=batch, **known)
 
@@ -58,7 +59,7 @@ def test_if_only_one_takes_part_it_is_the_smallest_that_is_as_fast() -> None:
 
 
 def test_pairs_go_on_until_the_budget_is_spent_if_nothing_is_certain() -> None:
-    finals = Finals(OWN, [leader(2)], trials=9)
+    finals = Finals(OWN, [leader(2)], Rules(9))
     assert play(finals, {2: 1.02}, noise=0.1) == "o22oo22o"
     assert not finals.is_better
     comparison = finals.comparison
@@ -74,22 +75,22 @@ def test_pairs_go_on_until_the_budget_is_spent_if_nothing_is_certain() -> None:
 )
 def test_pairs_end_when_it_is_clear(gain: float, order: str) -> None:
     """One is enough for a large difference, which the runs of the search confirm."""
-    finals = Finals(OWN, [leader(2, gain)], trials=12)
+    finals = Finals(OWN, [leader(2, gain)], Rules(12))
     assert play(finals, {2: gain}, noise=0.001) == order
     assert finals.is_better is finals.is_worth_it is (gain > 1)
 
 
 def test_pairs_end_when_the_gain_is_surely_worth_nothing() -> None:
-    finals = Finals(OWN, [leader(2)], trials=14, least_gain=0.02)
+    finals = Finals(OWN, [leader(2)], Rules(14, least_gain=0.02))
     assert play(finals, {2: 1.001}, noise=0.0005) == "o22o"
     assert not finals.is_better
-    finals = Finals(OWN, [leader(2)], trials=14, least_gain=None)
+    finals = Finals(OWN, [leader(2)], Rules(14, least_gain=None))
     assert play(finals, {2: 1.001}, noise=0.0005) == "o22o" * 3 + "o2"
 
 
 def test_pairs_are_looked_at_a_few_times_only() -> None:
     """After four of them it would be clear, but each look is a chance to be wrong."""
-    finals = Finals(Contestant(1, -0.5, 0.01, train_batch_size=8), [leader(2)], trials=20)
+    finals = Finals(Contestant(1, -0.5, 0.01, train_batch_size=8), [leader(2)], Rules(20))
     for gain in (0.06, 0.14, 0.10, 0.10, 0.10):
         roles = [Role.OWN, Role.LEADER][:: -1 if len(finals.pairs) % 2 else 1]
         for role in roles:
@@ -100,7 +101,7 @@ def test_pairs_are_looked_at_a_few_times_only() -> None:
 
 def test_one_pair_is_judged_by_the_runs_of_the_search_too() -> None:
     for own, first, second in ((0.0, 1.4, True), (0.05, 1.1, False)):
-        finals = Finals(OWN, [leader(2, first)], trials=2)
+        finals = Finals(OWN, [leader(2, first)], Rules(2))
         finals.record(own)
         finals.record(math.log(1.4 if second else 1.2))
         assert finals.over and finals.comparison is not None
@@ -110,7 +111,7 @@ def test_one_pair_is_judged_by_the_runs_of_the_search_too() -> None:
 
 def test_a_large_gain_is_clear_after_one_pair_on_a_machine_that_varies() -> None:
     """Both ran 6 % slower than in the search: by these two differences alone no gain is sure."""
-    finals = Finals(OWN, [leader(2, 1.5)], trials=12)
+    finals = Finals(OWN, [leader(2, 1.5)], Rules(12))
     finals.record(-0.06)
     finals.record(math.log(1.5) - 0.06)
     assert finals.over and finals.comparison is not None and finals.is_better
@@ -120,7 +121,7 @@ def test_a_large_gain_is_clear_after_one_pair_on_a_machine_that_varies() -> None
 
 
 def test_ones_own_may_fail_once() -> None:
-    finals = Finals(OWN, [leader(2)], trials=9)
+    finals = Finals(OWN, [leader(2)], Rules(9))
     for value in (None, 0.0, 0.02):
         finals.record(value)
     assert not finals.own_failed and play(finals, {2: 1.02}, noise=0.1) == "2oo22o"
@@ -134,8 +135,8 @@ def test_finals_take_a_part_of_the_time_of_the_search(cost: float, trials: int) 
 
 
 def test_no_leader_is_left() -> None:
-    finals = Finals(OWN, [leader(2)], trials=12)
-    assert play(finals, {2: None}) == "o2"
+    finals = Finals(OWN, [leader(2)], Rules(12))
+    assert play(finals, {2: None}) == "o22"
     assert finals.pick is None and finals.comparison is None and not finals.is_worth_it
 
 
@@ -143,18 +144,18 @@ def test_no_leader_is_left() -> None:
 
 
 def test_the_users_own_batch_is_compared_too() -> None:
-    finals = Finals(OWN, [leader(2, batch=64)], trials=12, same_batch=[2])
+    finals = Finals(OWN, [leader(2, batch=64)], Rules(12), same_batch=[2])
     assert play(finals, {2: 1.25, "s": 1.2}, noise=0.001) == "o22os"
     gain = finals.same_batch_gain
     assert gain is not None
     assert gain.low < 1.2 < gain.high
     assert gain.ratio == pytest.approx(1.2, rel=0.003)
-    failed = Finals(OWN, [leader(2, batch=64)], trials=12, same_batch=[2])
+    failed = Finals(OWN, [leader(2, batch=64)], Rules(12), same_batch=[2])
     assert play(failed, {2: 1.25, "s": None}, noise=0.001) == "o22os"
     assert failed.same_batch_gain is None and failed.is_better
-    few = Finals(OWN, [leader(2, batch=64)], trials=4, same_batch=[2])
+    few = Finals(OWN, [leader(2, batch=64)], Rules(4), same_batch=[2])
     assert play(few, {2: 1.25, "s": 1.2}, noise=0.001) == "o22o", "a second pair tells more"
-    same = Finals(OWN, [leader(2, batch=64)], trials=12)
+    same = Finals(OWN, [leader(2, batch=64)], Rules(12))
     assert play(same, {2: 1.25}, noise=0.001) == "o22o"
     assert same.same_batch_gain is None
 
@@ -197,7 +198,8 @@ def test_a_steady_drift_of_the_machine_is_no_noise() -> None:
     [
         (0.03, 3, 4, True),
         (-0.4, 3, 3, False),
-        (-0.4, 2, 2, True),
+        (0.03, 2, 3, True),
+        (-0.4, 2, 2, False),
         (0.03, 4, 5, False),
         (-0.4, 4, 5, False),
     ],
@@ -210,6 +212,43 @@ def test_the_own_run_of_the_search_counts_beside_few_pairs_if_it_is_like_them(
     found, far_off = (Comparison.of_pairs(pairs, (own, 0.9)) for own in (first, -9.0))
     assert found.freedom == freedom
     assert (found.standard_error != far_off.standard_error) == counts
+
+
+def comparisons(pairs: int, variation: float, *, cold: float = 0.0) -> list[Comparison]:
+    """Comparisons of equal configurations, if the very first run is slower by `cold`."""
+    runs = np.random.default_rng(7).normal(scale=variation, size=(2000, pairs + 1, 2))
+    runs[:, -1, 0] -= cold
+    return [Comparison.of_pairs([(a, b) for a, b in r[:-1]], (r[-1][0], r[-1][1])) for r in runs]
+
+
+@pytest.mark.parametrize(
+    ("variation", "least"), [(0.005, 0.96), (0.02, 0.96), (0.05, 0.96), (0.10, 0.92)]
+)
+@pytest.mark.parametrize("cold", [0.0, 0.2])
+def test_intervals_of_few_pairs_hold_and_become_narrower(
+    variation: float, least: float, cold: float
+) -> None:
+    margins = []
+    for pairs in (1, 2, 3):
+        found = comparisons(pairs, variation, cold=cold)
+        held = sum(abs(each.mean) <= each.margin for each in found)
+        assert held / len(found) >= least, pairs
+        margins.append(np.median([each.margin for each in found]))
+    assert margins[0] * 1.03 > margins[1] > margins[2]
+
+
+def test_a_slow_first_trial_does_not_hide_a_gain_of_two_pairs() -> None:
+    before = (math.log(0.85), math.log(1.2))
+    pairs = [(0.0, math.log(1.2)), (0.004, math.log(1.2) - 0.002)]
+    assert Comparison.of_pairs(pairs, before).is_better
+
+
+def test_a_run_beside_others_does_not_widen_the_interval() -> None:
+    """The leader ran at 0.8 of its speed, beside other trials; the pairs run alone."""
+    for alone in (True, False):
+        finals = Finals(OWN, [leader(2, 0.96, ran_alone=alone)], Rules(2))
+        assert play(finals, {2: 1.2}) == "o2"
+        assert finals.is_better is not alone
 
 
 @pytest.mark.parametrize(
@@ -229,7 +268,7 @@ def test_a_failed_pick_leaves_the_place_to_what_is_surely_better(
     second: float, wins: int | None
 ) -> None:
     """With no trials left for another pair, the search's own measurements have to do."""
-    finals = Finals(OWN, [leader(2, 1.5), leader(3, second)], trials=3)
+    finals = Finals(OWN, [leader(2, 1.5), leader(3, second)], Rules(3))
     assert "2" in play(finals, {2: None})
     assert finals.comparison is None
     assert (finals.pick and finals.pick.trial_id) == wins
@@ -252,7 +291,7 @@ def test_the_luckiest_of_many_needs_more_than_one_alone() -> None:
     for count, wins in ((0, True), (14, False)):
         lucky = [leader(2 + n, 1.18, error=0.001) for n in range(count + 1)]
         own = Contestant(1, 0.0, 0.001, train_batch_size=8)
-        finals = Finals(own, [leader(99), *lucky], trials=2)
+        finals = Finals(own, [leader(99), *lucky], Rules(2))
         finals.record(0.0)
         finals.record(None)
         assert finals.over and (finals.pick is not None) is wins

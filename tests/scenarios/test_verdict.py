@@ -261,8 +261,8 @@ CASES = {
         (*ONCE, "finals are off", "noisy"), options=("--finals", 0), world={"step_sd": 0.4}
     ),
     "runs of unlike lengths": Case(
-        ("keep", "within the noise", "interval", "wide interval"),
-        world={"run_sd": 0.1},
+        ("keep", "within the noise", "interval", "wide interval", "drift"),
+        world={"run_sd": 0.17},
         trials=12,
     ),
     "it trains otherwise": Case(
