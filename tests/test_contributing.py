@@ -104,4 +104,4 @@ def test_add_a_metric(tmp_path: Path) -> None:
 def test_add_an_export(tmp_path: Path) -> None:
     _follow("Add an export", _copy(tmp_path))
     rows = (tmp_path / "recorded_run.jsonl").read_text().splitlines()
-    assert len(rows) == 9 and json.loads(rows[0])["metrics.throughput"] > 0
+    assert len(rows) == 8 and json.loads(rows[0])["metrics.throughput"] > 0
