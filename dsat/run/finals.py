@@ -304,6 +304,10 @@ class Finals:
         self._drop_pick()
         self._continue()
 
+    def forget_same_batch(self) -> None:
+        """Exclude the configuration at the user's global batch because it trains differently."""
+        self._same_batch = None
+
     def _continue(self) -> None:
         if self.pick is None:
             self._choose()

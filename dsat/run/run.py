@@ -36,7 +36,7 @@ class Run:
         batch_flag: the script's flag for its micro batch.
         repeated: by id of a final or repeat, the id of the trial that it runs again.
         profiled: outcome of the latest trial to profile the model; without a profile if it failed.
-        disqualified: by trial id, why a pick of the finals cannot win although it ran.
+        disqualified: by trial id, why a configuration of the finals is excluded although it ran.
         same_batch_final: final at the user's global batch; None without one.
         search_ended: why the search ended; None before the finals began.
         converged: whether the search would have ended even with a larger budget.
@@ -172,13 +172,10 @@ class Run:
         for trial_id in [i for i in self.repeated if self.trials[i].kind is TrialKind.FINAL]:
             del self.repeated[trial_id]
         self.disqualified, self.is_reopened = {}, False
-        candidates = (*event["leaders"], *event.get("reserves", ()))
-        self.finals = Finals(
-            self.contestant(self.baseline),
-            [self.contestant(self.trials[trial_id]) for trial_id in candidates],
-            Rules.of_event(event),
-            same_batch=event["same_batch"],
-        )
+        ids = (*event["leaders"], *event.get("reserves", ()))
+        candidates = [self.contestant(self.trials[trial_id]) for trial_id in ids]
+        own, rules = self.contestant(self.baseline), Rules.of_event(event)
+        self.finals = Finals(own, candidates, rules, same_batch=event["same_batch"])
 
     def _enter_final(self, trial: Trial) -> None:
         if self.finals is None or self.finals.turn is None:
@@ -195,12 +192,15 @@ class Run:
             return
         assert self.baseline is not None
         pick = self.trials[finals.pick.trial_id]
-        reason = self.training.disqualification(
-            self.plan, self.baseline, pick, self.changes, self.deepspeed_version
+        same_batch = None if finals.same_batch_gain is None else self.same_batch_final
+        found = self.training.find_excluded(
+            self.plan, self.baseline, pick, same_batch, self.changes, self.deepspeed_version
         )
-        if reason is not None:
-            self.disqualified[pick.id] = reason
+        self.disqualified |= found
+        if pick.id in found:
             finals.disqualify()
+        elif found:
+            finals.forget_same_batch()
 
     def contestant(self, trial: Trial, predicted: float | None = None) -> Contestant:
         """Return a trial that ran as a `Contestant`; `predicted` is its predicted log value."""

@@ -62,6 +62,34 @@ class TrainingCheck:
                 break
         return finding
 
+    def find_excluded(
+        self,
+        plan: Plan,
+        own: Trial,
+        pick: Trial,
+        same_batch: Trial | None,
+        changes: Callable[[Trial], Mapping[str, Any]],
+        version: str | None = None,
+    ) -> dict[int, str]:
+        """Return why the finals exclude a trial, by its id.
+
+        Losses of another global batch cannot be compared, so a pick is also excluded if its
+        strategy trains differently at the user's global batch.
+
+        Args:
+            same_batch: the run at the user's global batch; None before it, or without one.
+            changes, version: as of `disqualification`.
+        """
+        reason = self.disqualification(plan, own, pick, changes, version)
+        if reason is not None or same_batch is None:
+            return {} if reason is None else {pick.id: reason}
+        reason = self.disqualification(plan, own, same_batch, changes, version)
+        if reason is None:
+            return {}
+        if same_batch.strategy != pick.strategy:
+            return {same_batch.id: reason}
+        return {pick.id: f"at your global batch, {reason}"}
+
     def disqualification(
         self,
         plan: Plan,

@@ -335,6 +335,8 @@ def _at_own_batch(run: Run, own: Trial, best: Trial) -> str:
     finals, size = run.finals, run.plan.own_batch.train_batch_size
     if finals is not None and finals.over:
         found, trial = finals.same_batch_gain, run.same_batch_final
+        if trial is not None and trial.id in run.disqualified:
+            return f"{trial.name} is excluded"
         if found is not None and trial is not None:
             return f"{trial.name} gains {say_gain(found)}"
         if best.id not in finals.with_same_batch:

@@ -234,6 +234,19 @@ def test_losses_are_compared_only_where_they_repeat(tmp_path: Path) -> None:
     assert "global batch size differs" in "\n".join(told.json["verdict"])
 
 
+def test_a_strategy_that_trains_otherwise_at_the_own_batch_cannot_win_at_another(
+    tmp_path: Path,
+) -> None:
+    """Losses of another global batch cannot be compared, those of the run at one's own can."""
+    user = User(tmp_path, World(slots=2, effects={"z1": 0.7}, trains_otherwise=("z1",)))
+    user.has({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4})
+    told = user.tunes("--max-trials", 30, "--train-batch-size", "any", method="model")
+    check_result(user, told)
+    said = "\n".join(told.json["verdict"])
+    assert told.best["stage"] != 1 and told.best["train_batch_size"] > 16
+    assert "is excluded: at your global batch" in said and "zero_optimization.stage=1" in said
+
+
 # -- without finals
 
 
