@@ -103,7 +103,10 @@ class Decisions:
             return Stop(self.failure)
         search = self._search
         if search is None:
-            return self._profiling.next_trial() or Wait()
+            trial = self._profiling.next_trial()
+            if trial is not None and run.trials and len(run.trials) >= run.most_trials:
+                return self._stop_for_budget
+            return trial or Wait()
         step = self._continue_search(search)
         if isinstance(step, Wait) and not run.running:
             step = Stop()
@@ -121,7 +124,7 @@ class Decisions:
 
     def _continue_search(self, search: SearchPhase) -> Trial | Wait | Stop:
         if self._is_budget_used:
-            return Stop(f"the budget of {self.run.plan.max_trials} trials is used")
+            return self._stop_for_budget
         if _is_hopeless(self.run):
             return Stop("every trial failed, and none ran out of memory")
         if self.run.repeat is not None and self.run.repeat.id not in self.run.outcomes:
@@ -156,6 +159,10 @@ class Decisions:
         all_failed = bool(searched) and not any(each is None or each.ok for each in searched)
         has_finals = run.value(run.baseline) is not None and not all_failed
         return len(run.trials) >= run.most_trials - (self._reserved if has_finals else 0)
+
+    @property
+    def _stop_for_budget(self) -> Stop:
+        return Stop(f"the budget of {self.run.plan.max_trials} trials is used")
 
     @property
     def _reserved(self) -> int:

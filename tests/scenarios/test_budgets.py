@@ -74,6 +74,20 @@ def test_no_more_trials_than_allowed_and_some_are_kept_for_the_finals(
         assert "budget" not in told.json["stop_reason"]
 
 
+@pytest.mark.parametrize("trials", [2, 3])
+def test_what_is_tried_until_something_fits_counts_too(tmp_path: Path, trials: int) -> None:
+    """Only offloading fits, which is tried fifth."""
+    model = Model(layers=44, hidden=4096, tokens=1024, vocabulary=50304)
+    user = User(tmp_path, World(model=model, slots=8))
+    user.has({"train_micro_batch_size_per_gpu": 8})
+    told = user.tunes("--max-trials", trials)
+    assert told.status == 1 and "--max-trials" in told.err
+    assert len([e for e in user.events() if e["event"] == "proposed"]) == trials
+    told = user.tunes("--max-trials", 12, "--resume")
+    assert told.status == 0 and len(told.trials) <= 12
+    check_result(user, told)
+
+
 @pytest.mark.parametrize(
     ("trials", "finals", "most"),
     [(20, 0, 0), (20, 2, 2), (20, 9, 9), (10, 20, 7), (4, 20, 2), (20, 1, 0)],
