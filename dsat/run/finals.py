@@ -17,7 +17,7 @@ import enum
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dsat.run.comparison import Comparison, Gain, margin_of_single_runs
@@ -298,6 +298,13 @@ class Finals:
             self._pair[turn.role] = log_value
         if not self._queue:
             self._continue()
+
+    def extend(self, trials: int) -> None:
+        """Allow this many runs if that is more; pairs that are not clear yet go on."""
+        if trials > self._rules.trials:
+            self._rules = replace(self._rules, trials=trials)
+            if self.over:
+                self._continue()
 
     def disqualify(self) -> None:
         """Exclude the pick from winning because it trains differently."""
