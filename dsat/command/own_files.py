@@ -1,4 +1,4 @@
-"""Rewriting of the user's command: it names copies of its files with the best configuration.
+"""Rewriting of the user's command, to name copies of its files with the best configuration.
 
 Sources: accelerate 1.15 (commands/launch.py, commands/config/config_args.py), axolotl 0.19,
 LLaMA-Factory 0.9.5 (hparams/parser.py), TRL 1.16 (cli/accelerate_config.py), ms-swift 4.6
@@ -57,7 +57,7 @@ _IN_THE_DEEPSPEED_FILE = (
 
 @dataclass(frozen=True)
 class Form:
-    """Kind of file with training arguments for a framework.
+    """A kind of file that holds a framework's training arguments.
 
     Attributes:
         marks: alternatives that identify the kind; each is one or more keys that must be present.
@@ -117,7 +117,7 @@ class Answer:
         switches: values of fields of TrainingArguments.
         in_arguments: whether the script's arguments name the DeepSpeed configuration.
         by_accelerate: whether accelerate passes the DeepSpeed configuration to the script.
-        variables: environment of the command, beside that of dsat.
+        variables: environment variables of the command, in addition to those of dsat.
     """
 
     path: Path
@@ -155,7 +155,7 @@ def form_of_training(words: Sequence[str], folder: Path) -> Form | None:
 
 
 class Rewriting:
-    """A command that trains with the best configuration, once `rewrite` was called.
+    """A command that trains with the best configuration, after a call of `rewrite`.
 
     `copies` are the texts of the files to write, by name. `takes_config` says whether an argument,
     a file or the launcher takes the DeepSpeed configuration.
@@ -266,7 +266,7 @@ class Rewriting:
 
 
 def _rename_checkpointing(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """Rename checkpointing keys to transformers' newer names if the user writes those."""
+    """Rename keys of activation checkpointing to transformers' newer names if the user does."""
     if not any(name.startswith(NEWER_CHECKPOINTING) for name in given):
         return dict(values)
     return {
