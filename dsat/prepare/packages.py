@@ -34,7 +34,7 @@ def version(name: str) -> str | None:
 
 
 def check(also: str | None = None) -> None:
-    """Check that torch and DeepSpeed are installed in supported versions, and `also` in any.
+    """Check that supported versions of torch and DeepSpeed, and any of `also`, are installed.
 
     Raises UserInputError if not.
     """

@@ -100,7 +100,7 @@ class Plan(Recorded, BatchRule, Freedom):
         return ds_config.prepare_for_training(self.base_config, overrides)
 
     def measured_beside(self, other: Plan) -> dict[str, Any]:
-        """Return `measured`, without the device unless both plans name one."""
+        """Return `measured`, without the device if only one of the two plans names one."""
         both = "device" in self.measured and "device" in other.measured
         return {key: its for key, its in self.measured.items() if both or key != "device"}
 
