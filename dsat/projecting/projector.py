@@ -33,8 +33,8 @@ _LARGEST_MICRO_BATCH = 512
 # A run is of the same model if its parameters differ by less than this fraction, and the FLOPs of
 # its samples by less than this factor (samples of real data have many lengths).
 _SAME_MODEL, _SAME_SAMPLES = 0.02, 1.5
-# Configurations within this fraction of the best throughput count as equal: the smallest micro
-# batch and stage come first.
+# Configurations with at least this fraction of the best throughput count as equally fast. Of
+# these, the smallest micro batch and the lowest stage come first.
 _NEARLY = 0.98
 _BEST = 3  # strategies to show for each number of cards
 

@@ -18,8 +18,8 @@ from dsat.search.speed import Points, Posterior, Prior, fit
 from dsat.search.step_time import COLUMNS, FACTORS, Hardware
 from dsat.values.zero_strategy import Strategy
 
-# Standard deviations of the logarithm of a step beside the factors: of each configuration, of the
-# difference between two strategies, and between kinds of cards if trials ran on another kind.
+# Standard deviations of a step's logarithmic time that the learned factors do not explain: of each
+# configuration, of the difference between two strategies, and between two kinds of cards.
 _SD, _STRATEGY_SD, _OTHER_CARD_SD = 0.05, 0.03, 0.10
 _NORMAL_90 = 1.645
 # Columns of each part of a step; kernels and launches are what remains.
@@ -106,7 +106,7 @@ class ProjectedSpeed:
         return StepTime(seconds, seconds / spread, seconds * spread, self._parts(points, seconds))
 
     def _parts(self, points: Points, seconds: float) -> dict[str, float]:
-        """Split a step into parts: what it would save without the columns of each, in turn."""
+        """Split a step's time into parts: what removing each part's columns in turn would save."""
         left, before, parts = points, self._physical(points), {}
         scale = seconds / before
         for name, columns in _PARTS.items():
