@@ -54,7 +54,7 @@ def to_csv(view: RunView, output: Path, name: str) -> None:
 
 
 def to_parquet(view: RunView, output: Path, name: str) -> None:
-    """Write the table of `to_csv` by columns; those with values of several types become text."""
+    """Write the table of `to_csv` by columns; columns with values of several types become text."""
     import pyarrow
     import pyarrow.parquet
 
@@ -213,7 +213,7 @@ def export(view: RunView, to: str, output: Path, name: str) -> None:
 
 
 def _list_compared(view: RunView) -> Iterator[tuple[TrialView, Outcome]]:
-    """Yield ended trials in order, except the profile, whose speed is not comparable."""
+    """Yield trials in order of their ends, except the profile, whose speed is not comparable."""
     for each in sorted(view.ended, key=lambda each: each.ended_s or 0.0):
         if each.trial.kind is not TrialKind.PROFILE and each.outcome is not None:
             yield each, each.outcome

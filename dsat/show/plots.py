@@ -156,7 +156,7 @@ def _colours_of_strategies(domain: Sequence[str]) -> Spec:
 
 
 def _tips(*fields: str) -> list[Spec]:
-    """Return the fields of a tooltip, with meaningful decimals."""
+    """Return the fields of a tooltip, with formats for their numbers."""
     return [
         {"field": field, "format": _FORMATS[field]} if field in _FORMATS else {"field": field}
         for field in fields
