@@ -196,9 +196,9 @@ class Master:
 
 
 def read_trial_log(master: Master, experiment_id: int, trial_id: int) -> Sequence[str]:
-    """Return dsat's lines in a trial's log, then its last `_LOG_LINES`; empty for no such trial.
+    """Return dsat's lines in a trial's log, and then the last `_LOG_LINES` lines.
 
-    `trial_id` is the trial's number in the search.
+    `trial_id` is the trial's number in the search; if there is no such trial, return no lines.
     """
     trials = master.trials(experiment_id)
     trial: Any = next((each for each in trials if _id_in_search(each) == trial_id), None)
@@ -243,7 +243,7 @@ def is_unreachable(error: BaseException) -> bool:
     if isinstance(error, errors.APIException):
         return int(error.status_code) in range(502, 600)
     refused = (errors.ForbiddenException, errors.UnauthenticatedException)
-    away = (errors.BadRequestException, OSError)  # exceptions of requests are OSErrors
+    away = (errors.BadRequestException, OSError)  # the requests package raises OSErrors
     return isinstance(error, away) and not isinstance(error, refused)
 
 

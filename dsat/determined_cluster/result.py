@@ -48,7 +48,7 @@ def events_to_json(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def restore_events(events: Sequence[Mapping[str, Any]], job: Job) -> list[dict[str, Any]]:
-    """Add the job's plan to events in a log; otherwise the inverse of `events_to_json`."""
+    """Return the events of a log with the job's plan, which `events_to_json` had removed."""
     plan = {"plan": job.plan.to_json()}
     return [{**each, **plan} if each["event"] == EVENT_START else {**each} for each in events]
 
