@@ -213,7 +213,7 @@ def check_together(settings: Any) -> None:
 
 
 def _measure(value: Any, units: Mapping[str, int]) -> float:
-    """Convert `1.5GiB`, `10m` or `300B` to the unit of factor 1; return 0 for any other text."""
+    """Convert `1.5GiB`, `10m` or `300B` to the unit with the factor 1; 0 for any other text."""
     match = re.fullmatch(
         r"(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)", _text(value).strip(), re.ASCII
     )

@@ -27,10 +27,10 @@ class Experiment:
         includes: other files and folders that the script needs.
         entrypoint: command line or list of arguments, as written.
         hparams: `hyperparameters`, with plain values for Determined's `{type: const}`.
-        ds_config: the DeepSpeed configuration; if a setting has a list of values to try, its first.
+        ds_config: the DeepSpeed configuration, with the first value of every list of values to try.
         ds_config_name: name of the DeepSpeed configuration in errors.
-        overrides: the user's own `overwrite_deepspeed_args`, also with first values only.
-        choices: lists of values to try, by setting, from both files.
+        overrides: the user's own `overwrite_deepspeed_args`, likewise with first values.
+        choices: the lists of values to try, by setting.
         arg_mappings: flags of the script that repeat a setting, by setting.
     """
 
@@ -51,7 +51,7 @@ class Experiment:
 
     @property
     def base_config(self) -> dict[str, Any]:
-        """The user's DeepSpeed configuration with their overrides."""
+        """The user's DeepSpeed configuration with the user's overrides."""
         return ds_config.merge(self.ds_config, self.overrides)
 
 

@@ -24,7 +24,7 @@ def find(model: str) -> Path:
             (its config.json comes from the local cache or is downloaded).
 
     Raises:
-        UserInputError: there is no valid configuration, or it is of a quantized model.
+        UserInputError: there is no valid configuration, or the model is quantized.
     """
     path = Path(os.path.expanduser(model))  # leaves an unknown ~user unchanged
     if path.is_dir():

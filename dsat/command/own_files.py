@@ -113,7 +113,7 @@ class Answer:
     """The best configuration, and how the script gets it.
 
     Attributes:
-        path: file of the best configuration; copies of the user's files belong beside it.
+        path: file of the best configuration; copies of the user's files are written beside it.
         switches: values of fields of TrainingArguments.
         in_arguments: whether the script's arguments name the DeepSpeed configuration.
         by_accelerate: whether accelerate passes the DeepSpeed configuration to the script.
@@ -139,9 +139,9 @@ class Answer:
 
 
 def rewrite_command(words: Sequence[str], folder: Path, answer: Answer) -> Rewriting | None:
-    """Rewrite a command to name copies of its configuration files with the best configuration.
+    """Rewrite a command to name copies of its files, into which the best configuration is put.
 
-    None if no argument, file or launcher takes the DeepSpeed configuration.
+    Returns None if no argument, file or launcher takes the DeepSpeed configuration.
     """
     found = Rewriting(list(words), folder, answer)
     found.rewrite()
@@ -188,7 +188,7 @@ class Rewriting:
         return None
 
     def _copy(self, path: Path) -> tuple[str, Form | None]:
-        """Copy a file with the best configuration; return the copy's path (or "") and its kind."""
+        """Put the best configuration into a copy of a file; return its path (or "") and kind."""
         data, best = _load(path), str(self._answer.path)
         form = _form_of(data, self._folder, path.parent)
         if form is not None:

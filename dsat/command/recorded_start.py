@@ -56,7 +56,7 @@ class RankStart(Recorded):
         prefix: `sys.prefix` of its Python environment.
         command: the interpreter with its options, the program and its arguments.
         argv: `sys.argv` of the process, or of the process that spawned it.
-        env: variables at its start, and variables of devices that it chose later.
+        env: environment variables at its start; those that choose devices, as it set them later.
         cores: processor cores that it could use when it began.
         config: the configuration that it passed to `deepspeed.initialize`; None if not recorded.
         config_problem: why `config` cannot be written as JSON; empty if it can.

@@ -36,7 +36,7 @@ _HF_KNOWN = frozenset(
 _CONFIG_FLAG = re.compile(
     r"--?(?:deepspeed(?=[_-])|ds[_-]?(?:config|cfg)(?![^_-]))(?:[_-]?(?:config|cfg|json|file|path))*"
 )
-_TRUE = frozenset("true yes t y 1".split())  # as HfArgumentParser
+_TRUE = frozenset("true yes t y 1".split())  # words that HfArgumentParser accepts
 _BOOLEANS = _TRUE | frozenset("false no f n 0".split())
 
 

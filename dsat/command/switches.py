@@ -248,7 +248,8 @@ def parse(text: Any) -> tuple[str, tuple[Any, ...]]:
     """Read `NAME=v1,v2`, `--flag=v1,v2`, `ENV:NAME=v1,v2` or a bare `--flag`.
 
     Values of flags and variables stay text. Values of fields become numbers or booleans if they
-    look like them. A bare flag has the values False and True, and a field's name gets its prefix.
+    look like them. A bare flag has the values False and True. Any other name that `SWITCHES` lacks
+    is a field, and gets the prefix `TrainingArguments.`.
 
     Args:
         text: one of these forms, or a tuple of the name and the values.

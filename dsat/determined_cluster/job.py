@@ -199,7 +199,7 @@ def _labels(config: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _as_constants(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters in which mappings of dsat and DeepSpeed are constants.
+    """Return hyperparameters in which the settings of DeepSpeed and dsat are constants.
 
     Otherwise the master would read sections with a `type` (optimizer, scheduler) as ranges.
     """

@@ -30,7 +30,7 @@ UNREACHABLE, ANSWERS_AGAIN = "the master does not answer", "the master answers a
 _AWAY_LIMIT_S, _ERROR_LIMIT_S = 1800.0, 120.0
 _LONGEST_PAUSE_S = 30.0
 _INTERNAL_ERROR = 500
-_GATEWAY = (502, 503, 504)  # with these, a proxy answers with a page
+_GATEWAY = (502, 503, 504)  # statuses of a proxy, whose answer is a web page
 _OBJECT = re.compile(r"<[\w.]+ object at 0x[0-9a-f]+>:?\s*")
 T = TypeVar("T")
 
@@ -248,7 +248,7 @@ def is_unreachable(error: BaseException) -> bool:
 
 
 def retry_limit_s(error: BaseException) -> float:
-    """Return for how long to repeat a request after an error: 0 if the master refuses it."""
+    """Return how long to repeat a request after an error, in seconds; 0 if it was refused."""
     if _is_internal(error):  # either transient (the database restarts), or a lack of slots
         return _ERROR_LIMIT_S
     return _AWAY_LIMIT_S if is_unreachable(error) else 0.0

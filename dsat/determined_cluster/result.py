@@ -27,7 +27,7 @@ _LONGEST_DESCRIPTION = 250
 
 
 def to_json(view: RunView, *, over: bool) -> dict[str, Any]:
-    """Return the result as `--json` prints it, without secrets; `over`: the search has ended."""
+    """Return the result that `--json` prints, without secrets, and whether the search is `over`."""
     found = view.to_json(Path())
     del found["run_dir"]  # the folder vanishes with the container
     shown: dict[str, Any] = hide_secrets_in_values({**found, "over": over})
@@ -97,7 +97,7 @@ def text_lines(view: RunView) -> list[str]:
 
 
 def description(own: str, view: RunView, reason: str | None, *, canceled: bool = False) -> str:
-    """Return the description of the runner's experiment at its end, after `own`, the user's.
+    """Return the final description of the runner's experiment: the user's own, then the result.
 
     `reason` says why the search ended; None if it was canceled or ended from outside.
     """

@@ -127,7 +127,7 @@ class _Candidate(NamedTuple):
     """Configuration to simulate.
 
     Attributes:
-        added: changes to the settings of the model or the user, in words.
+        added: changes to the model or to the user's settings, in words.
         progress: message to log during the simulation.
     """
 

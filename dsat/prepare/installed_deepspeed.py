@@ -142,7 +142,7 @@ def _stamp() -> str | None:
         versions = [version("deepspeed"), version("torch"), __version__]
         files = [program, *(folder / source for source in _SOURCES)]
         return json.dumps([str(folder), versions, [file.stat().st_mtime_ns for file in files]])
-    except (PackageNotFoundError, OSError):  # not a usual DeepSpeed
+    except (PackageNotFoundError, OSError):  # DeepSpeed or torch is installed in an unusual way
         return None
 
 

@@ -148,7 +148,7 @@ def name_of(model: str, path: Path) -> str:
 
 
 def _read_source(settings: ModelSettings) -> Source:
-    """Return the user's script, or dsat's own script for the model of a configuration."""
+    """Return the user's script, or dsat's own script if the user gave a model."""
     if settings.model is not None:
         return _script_for(settings, settings.model)
     source = sources.read(settings)

@@ -256,7 +256,7 @@ def _unknown(target: Target) -> Source:
 
 
 def _command_of(target: Target, *, is_known: bool) -> tuple[str, ...]:
-    """Return the target's command so that it can be started: with an interpreter if needed.
+    """Return the target's command in a form that can be started; a `.py` file gets a Python.
 
     `is_known` says whether dsat recognised the command's form.
 

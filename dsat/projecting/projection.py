@@ -13,7 +13,7 @@ from dsat.values.table import Table
 from dsat.values.zero_strategy import Strategy
 
 _DAY_S = 86_400
-_NEARLY_SAME = 0.02  # as a fraction of a step
+_NEARLY_SAME = 0.02  # of a step: strategies that differ by less are about as fast
 # Units of time, with the number of each in a day.
 _UNITS = ((1, "days"), (24, "hours"), (24 * 60, "minutes"), (_DAY_S, "seconds"))
 NOT_MODELLED = (

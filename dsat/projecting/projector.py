@@ -127,7 +127,7 @@ def measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metri
 
 
 class Projector:
-    """Predicts the speed of one traced model on GPUs of one kind."""
+    """Predictor of the speed of one traced model on GPUs of one kind."""
 
     def __init__(self, traced: Traced, card: Card, network: float | None) -> None:
         self._traced, self._card, self._network = traced, card, network
@@ -149,7 +149,7 @@ class Projector:
         named = run.profile.device_name if run.profile else ""
         card = cards.find(named or machine)
         network = card.network_bandwidth
-        if self._network is not None and card == self._card:  # --network is the run's, too
+        if self._network is not None and card == self._card:  # --network is also that of the run
             network = self._network
         cluster = Cluster(card, slots, run.plan.slots_per_host or slots, network)
         points, log_s, errors = [], [], []

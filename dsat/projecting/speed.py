@@ -41,8 +41,8 @@ class StepTime:
     Attributes:
         seconds: duration of the step.
         low_s, high_s: ends of the 90 % interval.
-        parts: seconds by part: `kernels`, `launches` (the host, beyond the kernels),
-            `communication` that nothing hides, `optimizer`, `copies`.
+        parts: seconds by part: `kernels`, `launches` (time that the host takes longer than the
+            kernels), `communication` that nothing hides, `optimizer`, `copies`.
     """
 
     seconds: float

@@ -114,12 +114,12 @@ def hardware_of(card: Card) -> Hardware:
 def scaled(trace: StepTrace, slots: int, *, sharded: bool) -> StepTrace:
     """Return a trace scaled to another number of slots.
 
-    Groups that span all ranks, also with a stride, grow with their number; smaller groups, such as
-    those of tensor parallelism, keep their size.
+    Groups that span all ranks, perhaps with a stride, grow with the number of ranks. Smaller
+    groups, such as those of tensor parallelism, keep their size.
 
     Args:
         slots: the new number of slots.
-        sharded: each rank updates only its part of the parameters.
+        sharded: whether each rank updates only its part of the parameters.
     """
     ratio = slots / trace.slots
 

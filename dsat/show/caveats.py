@@ -176,7 +176,10 @@ def _warn_of_lengths(run: Run, best: Trial) -> Iterator[str]:
 
 
 def _tokens_per_sample(outcome: Outcome | None) -> tuple[float, float]:
-    """Return the mean and its relative standard error, which is infinite if unknown."""
+    """Return the mean number of tokens per sample, and its relative standard error.
+
+    If these are unknown, the error is infinite.
+    """
     metrics = None if outcome is None else outcome.metrics
     facts = None if outcome is None or outcome.training is None else outcome.training.facts
     if metrics is None or facts is None or facts.tokens_error is None:

@@ -142,7 +142,7 @@ def to_mlflow(view: RunView, output: Path, name: str) -> None:
 
 
 def to_tensorboard(view: RunView, output: Path, name: str) -> None:
-    """Write a folder of event files, a run for each trial.
+    """Write a folder of event files, with a run for each trial.
 
     A run has the trial's settings (the HPARAMS tab) and the times of its steps.
     """
@@ -224,7 +224,7 @@ def _ended_at_s(each: TrialView) -> float:
 
 
 def _decision(view: RunView) -> dict[str, Any]:
-    """Return the verdict and its values."""
+    """Return the verdict, the gain, and the values of the best and the own configuration."""
     found = {
         "metric": view.plan.metric,
         "verdict": "\n".join(view.verdict.lines),

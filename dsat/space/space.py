@@ -88,8 +88,8 @@ class Freedom:
             script's own value, or None if that is unknown.
         offload_helps: whether devices have separate memory, which offloading relieves.
         slots_per_host: devices per host if a trial needs several hosts; else 0.
-        defaults: the installed DeepSpeed's defaults, by path; empty if unknown. If it lacks a
-            setting, this DeepSpeed does too, and the setting is searched on request only.
+        defaults: the installed DeepSpeed's defaults, by path; empty if unknown. Settings that are
+            not among them are unsupported, and searched on request only.
     """
 
     base_config: Mapping[str, Any] = field(default_factory=dict)
@@ -337,7 +337,7 @@ def _own_value(setting: Setting, config: Mapping[str, Any]) -> Any:
     """Return the user's own value of a setting; None if it is missing or "auto"."""
     found = ds_config.at(config, setting.path)
     first = setting.values[0]
-    if isinstance(first, Mapping) and isinstance(found, Mapping):  # searched keys of a section
+    if isinstance(first, Mapping) and isinstance(found, Mapping):  # only the searched keys
         found = {key: found.get(key, value) for key, value in first.items()}
     return None if found == ds_config.AUTO else found
 
@@ -349,7 +349,7 @@ def _with_first(first: Any, values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _useful_values(setting: Setting, situation: Situation, space: Space) -> tuple[Any, ...]:
-    """Return the values worth trying. Of sizes beyond the model's, this is only the smallest.
+    """Return the values worth trying; of the sizes beyond the model's, only the smallest.
 
     If the default bucket exceeds `roomy_bucket`, a smaller one comes first.
     """

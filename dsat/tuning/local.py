@@ -151,9 +151,9 @@ class LocalSearch:
 
     @property
     def failure(self) -> DsatError | None:
-        """Error of a search that could not profile, or that ended without a best trial; else None.
+        """Error of a search that ended without a best trial or without a profile; else None.
 
-        An interrupted search needs no best trial.
+        If the search was interrupted, only a failed profile is an error.
         """
         if not self.profiled or (self.run.best is None and not self.interrupted):
             return _failure(self.run, self.trials)
@@ -175,7 +175,7 @@ def _log_line(kind: Kind, text: str) -> None:
 
 
 class _FileKeeper(Observer):
-    """Writer of the result files after each new best and, at most every 30 s, also the report."""
+    """Writer of result files: after each new best, and with the report at most every 30 s."""
 
     def __init__(self, ready: Prepared, folder: Path) -> None:
         self._ready = ready

@@ -132,7 +132,7 @@ def _global_batch(
     """Return the global batch size of all configurations; None if it is free.
 
     Args:
-        is_listed: the user lists accumulation steps, which change the global batch.
+        is_listed: whether the user lists accumulation steps, which change the global batch.
 
     Raises:
         UserInputError: the user sets the batch or lists accumulation, which the script controls.
@@ -218,7 +218,7 @@ def _listed_switches(settings: Settings, args: Sequence[str]) -> dict[str, tuple
 
 
 def find_launcher_switches(program: Entrypoint) -> dict[str, tuple[Any, ...]]:
-    """Return the switches of DeepSpeed's launcher that the command leaves off, with values."""
+    """Return switches of DeepSpeed's launcher that the command leaves off, with their values."""
     launch = program.launch
     is_free = launch.passes_local_rank and not (launch.binds_cores or program.needs_command)
     return {BIND_CORES: (False, True)} if is_free else {}

@@ -159,9 +159,9 @@ def _is_over(run: Run, plan: Plan) -> bool:
 def _has_errors_to_retry(run: Run) -> bool:
     """Return whether failed trials of a run should be retried.
 
-    In a run without a result, all are except those out of device memory. In a run with a result,
-    only errors are, and only before the finals and the end of the run: refusals by DeepSpeed,
-    timeouts, OOM and non-finite losses would happen again.
+    If the run has no result, every failure except device OOM is retried. If it has one, only errors
+    are retried, and only before the finals and the end of the run: refusals by DeepSpeed, timeouts,
+    OOM and non-finite losses would happen again.
     """
     kinds = {outcome.kind for outcome in run.outcomes.values()}
     if run.best is None:

@@ -76,7 +76,7 @@ def _stat_bytes(path: Path, name: str) -> int:
 
 
 def _control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's control group and its ancestors; True for version 2.
+    """Yield the folders of this process's control group and its ancestors, and if it is version 2.
 
     `controller` selects the hierarchy in version 1; version 2 has only one.
     """

@@ -118,7 +118,7 @@ class MemoryUse:
 
     @property
     def is_exact(self) -> bool:
-        """Return whether the peak is exact. A resident set is not: it lacks unwritten pages."""
+        """Return whether the peak is exact; a resident set lacks pages that were never written."""
         return bool(self.allocated_bytes or self.data_bytes)
 
     @property
@@ -241,7 +241,7 @@ class TrainingCurve:
         gradient_norm: norm of all gradients of the first step, before clipping; None if unknown.
         compares_samples: whether the first loss compares pairs of samples, and thus depends on the
             micro batch.
-        deepspeed_version: version of DeepSpeed where the trial ran; empty if unknown.
+        deepspeed_version: DeepSpeed's version in the trial; empty if unknown.
     """
 
     steps: tuple[int, ...] = ()

@@ -73,8 +73,8 @@ class TrialOptions(Recorded):
     Attributes:
         timeout_s: time limit of a trial, from its start on the devices.
         start_step, end_step: first and last optimizer step to measure, counted from 1.
-        max_steps: limit on the steps while the confidence interval is too wide to tell whether the
-            trial beats the best so far.
+        max_steps: most steps to measure, if the confidence interval remains too wide to tell
+            whether the trial beats the best so far.
         slot_memory_bytes: memory that a device may use, if less than it has.
         own_micro_batch: micro batch of the user's own configuration, by which a rank recognises a
             script that ignores its trial's configuration; None if unknown.
