@@ -176,7 +176,7 @@ class Rewriting:
             self._follow_launcher()
 
     def _replace(self, position: int) -> Form | None:
-        """Replace a file's path with its copy's; return the kind of file, None for other words."""
+        """Replace a file in the command by its copy; return its kind, or None for other words."""
         word, before = self.words[position], self.words[position - 1]
         if position and before.replace("-", "_") == f"__{_ACCELERATE}":
             self.words[position] = self._accelerate_file(word)

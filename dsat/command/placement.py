@@ -22,7 +22,7 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 _HOSTFILE = "/job/hostfile"  # DeepSpeed's default
 _WHERE = "entrypoint"
 _COUNT = re.compile("[0-9]{1,5}")
-# Like `_parse_hostfile` of that file, this ignores the rest of a line. Unlike it, this accepts a
+# Like DeepSpeed's `_parse_hostfile`, this ignores the rest of a line. Unlike it, this accepts a
 # name alone.
 _MACHINE = re.compile(r"(\S+)(?:\s+slots=([0-9]{1,5})(?:\s.*)?)?")
 _EXCLUDE = ("--exclude", "-e")

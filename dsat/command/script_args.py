@@ -111,7 +111,7 @@ def _set(args: list[str], flag: str, value: float | str, *, add: bool) -> None:
 def _switch(args: list[str], flag: str, value: bool, *, add: bool) -> None:
     """Switch a flag on or off, in the form that the arguments use; a missing flag is added bare."""
     negative = _places(args, f"--no_{flag.lstrip('-')}")
-    if value:  # otherwise `--no_FLAG` would win if it came last
+    if value:  # argparse would let it win if it comes last
         for place in reversed(negative):
             del args[place.flag]
     places = _places(args, flag, switch=True)

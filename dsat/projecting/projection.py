@@ -83,7 +83,7 @@ class Projection:
         sequence_length: tokens of a sample; None if samples are not sequences.
         recomputes: activation checkpointing, `on` or `off`; None if the script decides it.
         own: the user's configuration on each number of cards; empty without one.
-        best: the fastest strategies that fit, by number of cards; without a number that none fits.
+        best: the fastest strategies that fit, by number of cards; absent where none fits.
         failures: why strategies could not be simulated, by their labels.
         calibrated_by: number of measured trials that corrected the projection.
         tokens: number of tokens of the whole training; None if not given.

@@ -22,7 +22,7 @@ from dsat.values.zero_strategy import Strategy
 # configuration, of the difference between two strategies, and between two kinds of cards.
 _SD, _STRATEGY_SD, _OTHER_CARD_SD = 0.05, 0.03, 0.10
 _NORMAL_90 = 1.645
-# Columns of each part of a step; kernels and launches are what remains.
+# Columns of `step_time` that make up each part of a step; the rest is kernels and launches.
 _PARTS = {
     "communication": (
         *("reduced", "reduced_last", "reductions", "waited", "gathered", "gathers"),

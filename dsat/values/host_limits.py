@@ -76,9 +76,10 @@ def _stat_bytes(path: Path, name: str) -> int:
 
 
 def _control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folders of this process's control group and its ancestors, and if it is version 2.
+    """Yield the folder of each control group of this process, and whether it is of version 2.
 
-    `controller` selects the hierarchy in version 1; version 2 has only one.
+    The own group comes first, then the groups above it. `controller` selects the hierarchy in
+    version 1; version 2 has only one.
     """
     try:
         lines = (PROC / "self" / "cgroup").read_text().splitlines()
