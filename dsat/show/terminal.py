@@ -33,7 +33,7 @@ _FOLDED_AT = 40  # width of a column, in characters, from which it may be folded
 _PHASES = ("init", "forward", "backward", "step")
 
 Part = RenderableType | Table
-Views = Mapping[str, RunView]  # by the names of their folders
+Views = Mapping[str, RunView]  # by the path or name that the user gave
 
 
 def console(stream: Any) -> Console:
