@@ -147,8 +147,8 @@ def read_keywords(
         called: the call, for messages.
 
     Returns:
-        Two mappings whose keys are names of settings (the keyword, if an option of a search or a
-        place): to the converted values, and to the keywords that the user wrote.
+        Two mappings by name of setting (by keyword for options of a search or a place): the
+        converted values, and the keywords that the user wrote.
 
     Raises:
         UserInputError: a value is wrong.

@@ -20,7 +20,7 @@ from dsat.errors import UserInputError
 
 _MEMORY_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _MEMORY_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_MEMORY_UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # as Slurm and Docker have it
+_MEMORY_UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}  # as in Slurm and Docker
 _LEAST_MEMORY = 2**20
 _TIME_UNITS = {"": 1, "S": 1, "M": 60, "MIN": 60, "H": 3600}
 _AMOUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
@@ -74,7 +74,9 @@ class Option:
         choices: all allowed values, if they are few.
         many: whether it takes one or more values.
         goes_with, excludes: flags of the option that it needs, and of options that it excludes.
+        shell_only: whether the Python API lacks it.
         old: earlier names, which work but are not documented.
+        name: field of the settings class; empty for an option of a method or a place.
     """
 
     flags: tuple[str, ...]
@@ -211,7 +213,7 @@ def check_together(settings: Any) -> None:
 
 
 def _measure(value: Any, units: Mapping[str, int]) -> float:
-    """Convert `1.5GiB`, `10m` or `300B` to the unit of factor 1; return 0 for any other text."""
+    """Convert `1.5GiB`, `10m` or `300B` to the unit with the factor 1; 0 for any other text."""
     match = re.fullmatch(
         r"(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)", _text(value).strip(), re.ASCII
     )

@@ -25,7 +25,7 @@ from dsat.tuning.settings import RUN, TUNE, Settings
 
 AnySettings = Settings | EstimateSettings | ProjectSettings | ReadOnlySettings
 
-# Settings of the commands that predict, by command.
+# Settings classes of the commands that predict, by command.
 PREDICTS: Mapping[str, type[EstimateSettings | ProjectSettings]] = {
     "estimate": EstimateSettings,
     "project": ProjectSettings,
@@ -206,7 +206,7 @@ def _join_switches(words: Sequence[str], options: Iterable[Option]) -> list[str]
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """Build the parser of all commands, without targets.
+    """Build the parser of all commands; it does not parse targets, which `split` removes.
 
     Args:
         only: the only command that gets its options, which is faster; None for all commands.

@@ -31,7 +31,10 @@ def uses_deepspeed(env: Mapping[str, str]) -> bool:
 
 
 def use_config(env: Mapping[str, str], path: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the variables; if accelerate passes a configuration file, with that at `path`."""
+    """Return a copy of `env` with which accelerate passes the configuration file at `path`.
+
+    Nothing changes if accelerate passes no DeepSpeed configuration.
+    """
     if not uses_deepspeed(env):
         return dict(env)
     kept = {

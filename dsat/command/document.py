@@ -19,7 +19,7 @@ def read_text(path: Path) -> str:
         UserInputError: it cannot be read, is not a regular file, or is not UTF-8 text.
     """
     try:
-        if path.exists() and not path.is_file():  # dsat reads files twice, a pipe only works once
+        if path.exists() and not path.is_file():  # a pipe can be read once, and dsat reads twice
             raise UserInputError("cannot be read: it is not a file", where=str(path))
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -108,7 +108,7 @@ _CURRENT_NAMES = {
 }
 
 
-# Settings that dsat reads, and that DeepSpeed's models convert: "true" and 1 to true, "5" to 5.
+# Settings that dsat reads and DeepSpeed's pydantic models convert: "true" and 1 to true, "5" to 5.
 _MODELS = ("bf16", "bfloat16", "fp16", "zero_optimization")
 _FLAGS = """
     bf16_master_weights_and_grads bf16_optimizer_states contiguous_gradients enabled
@@ -280,9 +280,9 @@ def _check_comparable(config: Mapping[str, Any], slots: int, *, where: str) -> N
 
 
 def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> BatchTriple:
-    """Derive the batch sizes on a trial's devices.
+    """Derive the batch sizes on a trial's devices, as DeepSpeed does.
 
-    As `DeepSpeedConfig._set_batch_related_parameters`; AutoTP then divides the global batch.
+    See `DeepSpeedConfig._set_batch_related_parameters`; AutoTP then divides the global batch.
 
     Args:
         config: a DeepSpeed configuration; null and "auto" count as missing.
@@ -345,7 +345,7 @@ _TYPES = {"float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32",
 def data_types(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Return the types (fp16, bf16, fp32) of the model and of its accumulated gradients.
 
-    As `get_data_types` in runtime/engine.py, but None for "auto", and for unconfigured gradients.
+    See `get_data_types` of runtime/engine.py. "auto" and an unset type of gradients give None.
     """
     flags = {name: at(config, f"{name}.enabled") for name in ("fp16", "bf16", "bfloat16")}
     model = next((name for name, enabled in flags.items() if enabled is True), None)

@@ -61,7 +61,7 @@ _READS_ITS_RANK = re.compile(
 
 
 class UnknownStart(UserInputError):
-    """An entrypoint whose program is unknown until the command runs."""
+    """Error for an entrypoint whose program is unknown until the command runs."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Entrypoint(Recorded):
         module: name after `python3 -m`.
         trial_class: `module:Class` of a Determined Trial.
         env: variables that are set in front of the command, by the command, or by its launcher.
-        launcher: `DEEPSPEED` or `TORCHRUN`; empty without a launcher, or if the command was run.
-        slots: number of ranks that the command names, or started; None if it names none.
+        launcher: `DEEPSPEED` or `TORCHRUN`; empty without a launcher, or if dsat ran the command.
+        slots: number of ranks that the command names or started; None if it names none.
         takes_hf_flags: whether it accepts every flag of transformers' TrainingArguments.
         launch: the launcher's choice of machines, devices and cores.
         interpreter: Python of the ranks; empty for the Python that runs dsat.
@@ -200,7 +200,8 @@ def take_assignments(words: list[str]) -> dict[str, str]:
 def parses_hf_arguments(program: Entrypoint, model_dir: Path) -> bool:
     """Return whether the script's source parses its arguments into TrainingArguments or a subclass.
 
-    False without such arguments: scripts that read TrainingArguments from a file refuse flags.
+    False if the command has no such flags: a script that reads TrainingArguments from a file
+    refuses flags.
     """
     args = program.args
     has_flags = script_args.looks_like_hf(args) or script_args.value_of(args, "--output_dir")
@@ -213,7 +214,7 @@ def parses_hf_arguments(program: Entrypoint, model_dir: Path) -> bool:
 def starts_its_ranks(command: Sequence[str], model_dir: Path) -> bool:
     """Return whether a command is a script that spawns its own ranks.
 
-    A script that reads its rank is started by a launcher instead.
+    False for a script that reads its rank from the environment: a launcher starts its ranks.
     """
     words = list(command)
     take_assignments(words)

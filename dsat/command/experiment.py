@@ -27,10 +27,10 @@ class Experiment:
         includes: other files and folders that the script needs.
         entrypoint: command line or list of arguments, as written.
         hparams: `hyperparameters`, with plain values for Determined's `{type: const}`.
-        ds_config: the DeepSpeed configuration, with the first value of every list.
+        ds_config: the DeepSpeed configuration, with the first value of every list of values to try.
         ds_config_name: name of the DeepSpeed configuration in errors.
-        overrides: the user's own `overwrite_deepspeed_args`, with the first value of every list.
-        choices: lists of values in `ds_config` and `overrides`, by setting.
+        overrides: the user's own `overwrite_deepspeed_args`, likewise with first values.
+        choices: the lists of values to try, by setting.
         arg_mappings: flags of the script that repeat a setting, by setting.
     """
 
@@ -51,7 +51,7 @@ class Experiment:
 
     @property
     def base_config(self) -> dict[str, Any]:
-        """The user's DeepSpeed configuration with their overrides."""
+        """The user's DeepSpeed configuration with the user's overrides."""
         return ds_config.merge(self.ds_config, self.overrides)
 
 
@@ -233,7 +233,7 @@ def length_of_full_run(config: Mapping[str, Any]) -> int:
 
 
 def length_in_units(steps: int, config: Mapping[str, Any], batch: BatchTriple) -> int:
-    """Convert optimizer steps to records if the searcher counts them, otherwise to batches."""
+    """Convert optimizer steps to the searcher's unit: records, or else (micro) batches."""
     length = ds_config.at(config, "searcher.max_length")
     if isinstance(length, Mapping) and "records" in length:
         return steps * batch.train_batch_size
@@ -294,7 +294,7 @@ def _ds_config(
 
 
 def _check_searcher(data: Mapping[str, Any], where: str) -> None:
-    """Check the length of a full-length run: a whole number, or `{unit: whole number}`."""
+    """Check `searcher.max_length`: a whole number, or `{unit: whole number}`."""
     searcher = data.get("searcher") or {}
     if not isinstance(searcher, Mapping):
         raise UserInputError(f"must be a mapping, not {searcher!r}", where=f"{where}: searcher")

@@ -1,4 +1,4 @@
-"""The transformers configuration of a model that is given without a script or weights."""
+"""The transformers configuration of `--model`, a model without a script or weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def find(model: str) -> Path:
             (its config.json comes from the local cache or is downloaded).
 
     Raises:
-        UserInputError: there is no valid configuration, or it is of a quantized model.
+        UserInputError: there is no valid configuration, or the model is quantized.
     """
     path = Path(os.path.expanduser(model))  # leaves an unknown ~user unchanged
     if path.is_dir():
@@ -95,8 +95,9 @@ def _find_on_hub(model: str) -> Path:
 def ds_config(dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the user's DeepSpeed configuration with usual values, and drop its scheduler.
 
-    "auto" becomes the usual value or, without one, is dropped; the sizes of `fill_in_sizes` stay.
-    `dtype` (bf16, fp16 or fp32) applies unless the user's configuration enables one.
+    "auto" becomes the usual value. If there is none, the setting is dropped, except for sizes that
+    `fill_in_sizes` computes later. `dtype` (bf16, fp16 or fp32) applies unless the user's
+    configuration enables one.
     """
     enabled = [name for name in _PRECISIONS if (given.get(name) or {}).get("enabled") is True]
     usual: dict[str, Any] = {
@@ -107,7 +108,7 @@ def ds_config(dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(given.get(total), int):  # else the global batch implies the other sizes
         usual |= dict.fromkeys(sizes, 1)
     merged = configs.merge(usual, configs.fill_in_auto(given, usual))
-    merged.pop("scheduler", None)  # needs no memory, but the training's length
+    merged.pop("scheduler", None)  # it needs no memory, but the length of the training
     return _without_auto(merged)
 
 

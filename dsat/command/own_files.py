@@ -1,4 +1,4 @@
-"""Rewriting of the user's command: it names copies of its files with the best configuration.
+"""Rewriting of the user's command, to name copies of its files with the best configuration.
 
 Sources: accelerate 1.15 (commands/launch.py, commands/config/config_args.py), axolotl 0.19,
 LLaMA-Factory 0.9.5 (hparams/parser.py), TRL 1.16 (cli/accelerate_config.py), ms-swift 4.6
@@ -57,7 +57,7 @@ _IN_THE_DEEPSPEED_FILE = (
 
 @dataclass(frozen=True)
 class Form:
-    """Kind of file with training arguments for a framework.
+    """A kind of file that holds a framework's training arguments.
 
     Attributes:
         marks: alternatives that identify the kind; each is one or more keys that must be present.
@@ -113,11 +113,11 @@ class Answer:
     """The best configuration, and how the script gets it.
 
     Attributes:
-        path: file of the best configuration; copies of the user's files belong beside it.
+        path: file of the best configuration; copies of the user's files are written beside it.
         switches: values of fields of TrainingArguments.
         in_arguments: whether the script's arguments name the DeepSpeed configuration.
         by_accelerate: whether accelerate passes the DeepSpeed configuration to the script.
-        variables: environment of the command, beside that of dsat.
+        variables: environment variables of the command, in addition to those of dsat.
     """
 
     path: Path
@@ -139,9 +139,9 @@ class Answer:
 
 
 def rewrite_command(words: Sequence[str], folder: Path, answer: Answer) -> Rewriting | None:
-    """Rewrite a command to name copies of its configuration files with the best configuration.
+    """Rewrite a command to name copies of its files, into which the best configuration is put.
 
-    None if no argument, file or launcher takes the DeepSpeed configuration.
+    Returns None if no argument, file or launcher takes the DeepSpeed configuration.
     """
     found = Rewriting(list(words), folder, answer)
     found.rewrite()
@@ -155,7 +155,7 @@ def form_of_training(words: Sequence[str], folder: Path) -> Form | None:
 
 
 class Rewriting:
-    """A command that trains with the best configuration, once `rewrite` was called.
+    """A command that trains with the best configuration, after a call of `rewrite`.
 
     `copies` are the texts of the files to write, by name. `takes_config` says whether an argument,
     a file or the launcher takes the DeepSpeed configuration.
@@ -176,7 +176,7 @@ class Rewriting:
             self._follow_launcher()
 
     def _replace(self, position: int) -> Form | None:
-        """Replace a file's path with its copy's; return the kind of file, None for other words."""
+        """Replace a file in the command by its copy; return its kind, or None for other words."""
         word, before = self.words[position], self.words[position - 1]
         if position and before.replace("-", "_") == f"__{_ACCELERATE}":
             self.words[position] = self._accelerate_file(word)
@@ -188,7 +188,7 @@ class Rewriting:
         return None
 
     def _copy(self, path: Path) -> tuple[str, Form | None]:
-        """Copy a file with the best configuration; return the copy's path (or "") and its kind."""
+        """Put the best configuration into a copy of a file; return its path (or "") and kind."""
         data, best = _load(path), str(self._answer.path)
         form = _form_of(data, self._folder, path.parent)
         if form is not None:
@@ -266,7 +266,7 @@ class Rewriting:
 
 
 def _rename_checkpointing(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """Rename checkpointing keys to transformers' newer names if the user writes those."""
+    """Rename keys of activation checkpointing to transformers' newer names if the user does."""
     if not any(name.startswith(NEWER_CHECKPOINTING) for name in given):
         return dict(values)
     return {

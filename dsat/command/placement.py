@@ -22,7 +22,8 @@ VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 _HOSTFILE = "/job/hostfile"  # DeepSpeed's default
 _WHERE = "entrypoint"
 _COUNT = re.compile("[0-9]{1,5}")
-# As `_parse_hostfile` there, which ignores the rest of a line. Unlike it, accepts a name alone.
+# Like DeepSpeed's `_parse_hostfile`, this ignores the rest of a line. Unlike it, this accepts a
+# name alone.
 _MACHINE = re.compile(r"(\S+)(?:\s+slots=([0-9]{1,5})(?:\s.*)?)?")
 _EXCLUDE = ("--exclude", "-e")
 _NODES = "--num_nodes"
@@ -44,7 +45,8 @@ class Launch:
         binds_cores: whether each rank is bound to a share of the processor cores.
         core_list: cores to share; empty for all cores of the machine.
         passes_local_rank: whether `--local_rank=N` is added to the arguments.
-        batch_in_file: whether a file of the command sets the batch sizes; the user gets a copy.
+        batch_in_file: whether a file of the command sets the batch sizes; dsat writes a copy of
+            this file with the best ones.
         config_is_word: whether the argument of the DeepSpeed configuration is not a path: the
             script looks it up, or DeepSpeed decodes it.
     """
@@ -64,7 +66,7 @@ class Launch:
 
 
 def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
-    """Parse options of DeepSpeed's launcher: number of ranks (None if unknown) and placement."""
+    """Parse options of DeepSpeed's launcher: the number of ranks (None if unknown), and where."""
     launch = Launch(
         binds_cores="--bind_cores_to_rank" in options,
         core_list=parse_cores(options.get("--bind_core_list", "")),
@@ -196,9 +198,10 @@ def choose_machines(
 
 
 def read_devices(options: Mapping[str, str], *names: str) -> tuple[int, ...]:
-    """Return positions of this machine's devices from `NAME[:SLOT[,SLOT ..]]`; empty if none.
+    """Return the positions of this machine's devices that an option selects; empty if none.
 
-    Raises UserInputError for any other form, or for several machines.
+    `names` are spellings of the option, whose value is `NAME[:SLOT[,SLOT ..]]`. Raises
+    UserInputError for any other form, or for several machines.
     """
     for name in names:
         given = options.get(name, "")
@@ -216,8 +219,8 @@ def read_devices(options: Mapping[str, str], *names: str) -> tuple[int, ...]:
 def parse_cores(given: str) -> tuple[int, ...]:
     """Parse `--bind_core_list`: ascending numbers and ranges, such as `0,2-4`.
 
-    As `parse_range_list` of deepspeed/utils/numa.py (0.19.8). Raises UserInputError for any other
-    form.
+    This follows `parse_range_list` of deepspeed/utils/numa.py (0.19.8). Raises UserInputError for
+    any other form.
     """
     found: list[int] = []
     for part in given.split(",") if given else ():
@@ -234,7 +237,7 @@ def parse_cores(given: str) -> tuple[int, ...]:
 
 
 def read_count(options: Mapping[str, str], *names: str) -> int | None:
-    """Return the first positive number among the values of options; None without one.
+    """Return the first positive number among the options `names`; None if there is none.
 
     Raises UserInputError if a value is not a whole number.
     """

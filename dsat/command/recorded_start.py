@@ -56,7 +56,7 @@ class RankStart(Recorded):
         prefix: `sys.prefix` of its Python environment.
         command: the interpreter with its options, the program and its arguments.
         argv: `sys.argv` of the process, or of the process that spawned it.
-        env: variables at its start, and variables of devices that it chose later.
+        env: environment variables at its start; those that choose devices, as it set them later.
         cores: processor cores that it could use when it began.
         config: the configuration that it passed to `deepspeed.initialize`; None if not recorded.
         config_problem: why `config` cannot be written as JSON; empty if it can.
@@ -78,7 +78,7 @@ class RankStart(Recorded):
 
     @property
     def local_size_of_launcher(self) -> int:
-        """Number of ranks that the launcher started on this machine; of all ranks if unknown."""
+        """Number of ranks that the launcher started on this machine; all ranks if unknown."""
         is_told = str(self.size) in map(self.env.get, _IN_ALL)  # else the script set the size
         if _why_made(self) or not is_told:
             return self.size
@@ -87,7 +87,7 @@ class RankStart(Recorded):
 
 
 def check_one_training(ranks: Sequence[RankStart]) -> None:
-    """Raise UserInputError unless the processes are all ranks of a single training."""
+    """Raise UserInputError unless the processes are exactly the ranks of one training."""
     numbers = [rank.rank for rank in ranks]
     size = ranks[0].size
     if len(set(numbers)) < len(numbers) or any(rank.size != size for rank in ranks):
@@ -172,7 +172,7 @@ def _why_made(rank: RankStart) -> str:
 
 
 def _make_seen_program(first: RankStart) -> Entrypoint:
-    """Return the program, as far as it is known, of a process that only its command can start."""
+    """Return what is known about the program of a process that only the command can start."""
     _, program = split_interpreter(first.command[1:])
     if program[:1] == ["-m"]:
         return Entrypoint(module=program[1], args=tuple(program[2:]))
@@ -196,7 +196,8 @@ def _difference(has: Mapping[str, str], given: Mapping[str, str]) -> dict[str, s
 def _chosen_devices(ranks: Sequence[RankStart], given: Mapping[str, str]) -> dict[str, str]:
     """Return variables by which the command itself chooses devices.
 
-    Not those of a launcher that assigns each rank a device, or numbers devices from 0 (DeepSpeed).
+    Variables that a launcher set do not count: each rank has another device, or (with DeepSpeed)
+    devices are numbered from 0.
     """
     numbered = ",".join(map(str, range(len(ranks)))) if "CROSS_SIZE" in ranks[0].env else None
     found = {}

@@ -24,7 +24,8 @@ HF_BATCH_FLAGS: Mapping[str, str] = {
 }
 # Defaults of the flags (transformers/training_args.py).
 _HF_DEFAULTS = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1}
-# Fields of TrainingArguments that repeat a DeepSpeed setting; flags of every Trainer's script.
+# Fields of TrainingArguments that repeat a DeepSpeed setting; all scripts of a Trainer have flags
+# for them.
 _HF_KNOWN = frozenset(
     """
     gradient_accumulation_steps gradient_checkpointing learning_rate max_grad_norm
@@ -35,7 +36,7 @@ _HF_KNOWN = frozenset(
 _CONFIG_FLAG = re.compile(
     r"--?(?:deepspeed(?=[_-])|ds[_-]?(?:config|cfg)(?![^_-]))(?:[_-]?(?:config|cfg|json|file|path))*"
 )
-_TRUE = frozenset("true yes t y 1".split())  # as HfArgumentParser
+_TRUE = frozenset("true yes t y 1".split())  # words that HfArgumentParser accepts
 _BOOLEANS = _TRUE | frozenset("false no f n 0".split())
 
 
@@ -134,7 +135,7 @@ def _append(args: list[str], *words: str) -> None:
 
 
 def value_of(args: Sequence[str], flag: str) -> str | None:
-    """Return the value of a flag's last occurrence; "" for a bare flag, None if there is none."""
+    """Return the value of a flag's last occurrence; "" for a bare flag, None for a missing one."""
     places = _places(args, flag)
     return places[-1].read(args) if places else None
 
@@ -149,7 +150,7 @@ def config_flag(args: Sequence[str]) -> str | None:
     """Return the flag that names the DeepSpeed configuration; None if there is none.
 
     `--deepspeed` is a switch in plain DeepSpeed scripts, and takes a file in scripts of a Trainer.
-    Other flags, such as `--ds_config`, must take a JSON file.
+    Other flags, such as `--ds_config`, count only if their value is the path of a JSON file.
     """
     if value_of(args, "--deepspeed_config"):
         return "--deepspeed_config"
@@ -248,8 +249,8 @@ def batch_from_args(
 ) -> dict[str, Any]:
     """Replace missing and "auto" batch sizes by values of the script's flags.
 
-    A Trainer's missing flags count with their defaults. Other sizes stay. `given` are the user's
-    `arg_mappings`. Raises UserInputError for a flag that is not a positive integer.
+    If a Trainer's command lacks a flag, the flag's default counts. Other sizes stay. `given` are
+    the user's `arg_mappings`. Raises UserInputError for a flag that is not a positive integer.
     """
     mappings, found = mappings_for(args, given), dict(config)
     is_given = isinstance(config.get(BATCH_KEYS[0]), int)  # the global batch implies the others

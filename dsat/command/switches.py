@@ -40,7 +40,7 @@ OTHER_PARALLELISM = "the script's own ParallelismConfig has another sp_size, whi
 OTHER_ACCUMULATION = (
     "the script's Trainer of Lightning has another accumulate_grad_batches, which trials replace"
 )
-# By warning: code that the verdict recommends for the script, with fields of a batch.
+# By warning: code that the verdict recommends for the script; `{0}` is the best `BatchTriple`.
 OF_CODE = {
     OTHER_BATCH: "TrainingArguments(per_device_train_batch_size={0.micro_batch}, "
     "gradient_accumulation_steps={0.gas})",
@@ -162,7 +162,7 @@ def field_of(name: str) -> str | None:
 
 
 def is_of_code(name: str, found: Mapping[str, ScriptSwitch]) -> bool:
-    """Return whether a script with TrainingArguments sets one of their fields elsewhere in code."""
+    """Return whether a script has TrainingArguments, but its code sets this field elsewhere."""
     in_arguments = any(switch.in_arguments for switch in found.values())
     is_field = name in found and field_of(name) is not None
     return is_field and in_arguments and not found[name].in_arguments
@@ -185,7 +185,10 @@ def flag_of(name: str, given: Iterable[str], *, takes_hf_flags: bool) -> str | N
 
 
 def flag_values(flag: str, value: Any) -> dict[str, Any]:
-    """Return values by flag for a value of a switch; some kinds of checkpointing need two flags."""
+    """Return the flags that give a switch its value: `{"--optim": "adamw_torch"}`.
+
+    Some kinds of gradient checkpointing need two flags.
+    """
     if flag in CHECKPOINTING_FLAGS and isinstance(value, str):
         return {flag: True, f"{flag}_kwargs": json.dumps(checkpointing(value))}
     return {flag: value}
@@ -213,7 +216,7 @@ def variables(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def instruction(name: str, value: Any, *, in_arguments: bool) -> str:
-    """Return how to set a switch in a script."""
+    """Return how to set a switch: `TrainingArguments(optim='adamw_torch')`, `NCCL_BUFFSIZE=...`."""
     if name.startswith(("--", VARIABLE)):
         return f"{name.removeprefix(VARIABLE)}={value}"
     if name == BIND_CORES:
@@ -245,7 +248,8 @@ def parse(text: Any) -> tuple[str, tuple[Any, ...]]:
     """Read `NAME=v1,v2`, `--flag=v1,v2`, `ENV:NAME=v1,v2` or a bare `--flag`.
 
     Values of flags and variables stay text. Values of fields become numbers or booleans if they
-    look like them. A bare flag has the values False and True, and a field's name gets its prefix.
+    look like them. A bare flag has the values False and True. Any other name that `SWITCHES` lacks
+    is a field, and gets the prefix `TrainingArguments.`.
 
     Args:
         text: one of these forms, or a tuple of the name and the values.

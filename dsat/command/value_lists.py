@@ -73,7 +73,10 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 
 def _listed_values(value: Any, where: str) -> list[Any] | None:
-    """Return the values of a list in either form; None for a single value; refuse ranges."""
+    """Return the values of a list or of a "categorical" mapping; None for any other value.
+
+    Raises UserInputError for Determined's ranges and for an empty list.
+    """
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind in ("int", "double", "log"):
         raise UserInputError(

@@ -88,7 +88,7 @@ class ClusterEngine:
         if trial_id not in self._running:
             return None
         operations: list[Operation] = []
-        if kind == COMPLETED:  # the trial would continue
+        if kind == COMPLETED:  # unless it is closed, the trial continues
             outcome = trial_result.from_metric(data["metric"])
             operations = [{CLOSE: {"requestId": data["requestId"]}}]
         elif kind == EXITED and data["exitedReason"] in _BY_USER:

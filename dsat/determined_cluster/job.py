@@ -1,9 +1,9 @@
 """Job of the search runner, and the configurations of its experiment and of those that it creates.
 
-The job is a file of the context. Everyone who sees the experiment can read it. Therefore it lacks
-possible secrets of your configuration (environment variables, credentials of the registry and the
-storage, `data`, `integrations`). They stay in the configuration of the runner's experiment, below
-`data` if changes for the runner alone replace them.
+The job is a file in the context of the runner's experiment, and everyone who sees the experiment
+can read it. So it leaves out what may hold secrets in your configuration (environment variables,
+credentials of the registry and the storage, `data`, `integrations`). The configuration of the
+runner's experiment keeps these, below `data` if changes for the runner alone replace them.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def remove_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
 def restore_secrets(config: Mapping[str, Any], runner: Mapping[str, Any]) -> dict[str, Any]:
     """Return the user's configuration with its secrets from the runner's experiment."""
     kept = (runner.get(_DATA) or {}).get(_TRIALS_SECRETS)
-    # The user's values win: in `checkpoint_storage` the runner's keep more checkpoints.
+    # The user's values take precedence: the runner's `checkpoint_storage` keeps more checkpoints.
     return ds_config.merge(_secrets_of(runner) if kept is None else kept, config)
 
 
@@ -145,7 +145,7 @@ def runner_config(
 
 
 def describe_state(state: str) -> str:
-    """Return text for an experiment's state, given by its name in the master."""
+    """Return a state of an experiment as text: `stopping canceled` for `STOPPING_CANCELED`."""
     return state.lower().replace("_", " ")
 
 
@@ -160,7 +160,10 @@ def full_run_tag(runner_id: int) -> str:
 
 
 def custom_config(job: Job, runner_id: int, runner: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of the trials' `custom` experiment; `runner` has its secrets."""
+    """Return the configuration of the trials' `custom` experiment.
+
+    `runner` is the configuration of the runner's experiment, which has the secrets.
+    """
     config = _user_config(job, search_tag(runner_id), runner)
     config["labels"] = _labels(config, job.info["name"])
     if job.max_slots is not None:
@@ -196,7 +199,7 @@ def _labels(config: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _as_constants(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters in which mappings of dsat and DeepSpeed are constants.
+    """Return hyperparameters in which the settings of DeepSpeed and dsat are constants.
 
     Otherwise the master would read sections with a `type` (optimizer, scheduler) as ranges.
     """

@@ -30,7 +30,7 @@ UNREACHABLE, ANSWERS_AGAIN = "the master does not answer", "the master answers a
 _AWAY_LIMIT_S, _ERROR_LIMIT_S = 1800.0, 120.0
 _LONGEST_PAUSE_S = 30.0
 _INTERNAL_ERROR = 500
-_GATEWAY = (502, 503, 504)  # with these, a proxy answers with a page
+_GATEWAY = (502, 503, 504)  # statuses of a proxy, whose answer is a web page
 _OBJECT = re.compile(r"<[\w.]+ object at 0x[0-9a-f]+>:?\s*")
 T = TypeVar("T")
 
@@ -196,9 +196,9 @@ class Master:
 
 
 def read_trial_log(master: Master, experiment_id: int, trial_id: int) -> Sequence[str]:
-    """Return dsat's lines in a trial's log, then its last `_LOG_LINES`; empty for no such trial.
+    """Return dsat's lines in a trial's log, and then the last `_LOG_LINES` lines.
 
-    `trial_id` is the trial's number in the search.
+    `trial_id` is the trial's number in the search; if there is no such trial, return no lines.
     """
     trials = master.trials(experiment_id)
     trial: Any = next((each for each in trials if _id_in_search(each) == trial_id), None)
@@ -243,12 +243,12 @@ def is_unreachable(error: BaseException) -> bool:
     if isinstance(error, errors.APIException):
         return int(error.status_code) in range(502, 600)
     refused = (errors.ForbiddenException, errors.UnauthenticatedException)
-    away = (errors.BadRequestException, OSError)  # exceptions of requests are OSErrors
+    away = (errors.BadRequestException, OSError)  # the requests package raises OSErrors
     return isinstance(error, away) and not isinstance(error, refused)
 
 
 def retry_limit_s(error: BaseException) -> float:
-    """Return for how long to repeat a request after an error: 0 if the master refuses it."""
+    """Return how long to repeat a request after an error, in seconds; 0 if it was refused."""
     if _is_internal(error):  # either transient (the database restarts), or a lack of slots
         return _ERROR_LIMIT_S
     return _AWAY_LIMIT_S if is_unreachable(error) else 0.0

@@ -27,7 +27,7 @@ _LONGEST_DESCRIPTION = 250
 
 
 def to_json(view: RunView, *, over: bool) -> dict[str, Any]:
-    """Return the result as `--json` prints it, without secrets; `over`: the search has ended."""
+    """Return the result that `--json` prints, without secrets, and whether the search is `over`."""
     found = view.to_json(Path())
     del found["run_dir"]  # the folder vanishes with the container
     shown: dict[str, Any] = hide_secrets_in_values({**found, "over": over})
@@ -48,7 +48,7 @@ def events_to_json(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def restore_events(events: Sequence[Mapping[str, Any]], job: Job) -> list[dict[str, Any]]:
-    """Add the job's plan to events in a log; otherwise the inverse of `events_to_json`."""
+    """Return the events of a log with the job's plan, which `events_to_json` had removed."""
     plan = {"plan": job.plan.to_json()}
     return [{**each, **plan} if each["event"] == EVENT_START else {**each} for each in events]
 
@@ -97,7 +97,7 @@ def text_lines(view: RunView) -> list[str]:
 
 
 def description(own: str, view: RunView, reason: str | None, *, canceled: bool = False) -> str:
-    """Return the description of the runner's experiment at its end, after `own`, the user's.
+    """Return the final description of the runner's experiment: the user's own, then the result.
 
     `reason` says why the search ended; None if it was canceled or ended from outside.
     """

@@ -2,8 +2,8 @@
 
     python3 -m dsat.determined_cluster.runner dsat_job.json
 
-It creates the `custom` experiment and answers its events until the search is over. The decisions of
-`search` are saved as a checkpoint before they are posted. `search` explains why nothing is lost or
+It creates the `custom` experiment and answers its events until the search is over. Decisions are
+saved as a checkpoint before they are posted; the module `search` explains why nothing is lost or
 done twice if this process dies. determined's `RemoteSearchRunner` is not used: it pickles the last
 operations and would post them again for another event after a restart; it ends at the first failed
 request; and it cannot read that a user canceled a trial.
@@ -46,7 +46,7 @@ from dsat.values.files import write_atomically
 from dsat.values.trial import Trial
 
 _EXPERIMENT_FILE = "experiment.json"
-_BETWEEN_POLLS_S = 0.1  # a trial that has reported waits for the answer
+_BETWEEN_POLLS_S = 0.1  # short, because a trial that has reported waits for the answer
 _WHILE_PAUSED_S = 1.0
 _WITHOUT_PROGRESS = ("initialOperations", "trialCreated")
 

@@ -1,4 +1,4 @@
-"""Choice between this machine and a Determined cluster, and of the cluster."""
+"""Choice of where trials run: on this machine, or on the cluster of a Determined master."""
 
 from __future__ import annotations
 

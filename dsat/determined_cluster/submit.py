@@ -87,10 +87,10 @@ class Submitted:
 
     Attributes:
         experiment_id, url: id and web page of the search runner's experiment.
-        state: the master's name for how it ended; None if it was not followed to its end.
+        state: the experiment's last state, one of `OVER`; None if not followed to its end.
         result: result of the ended search (`result.to_json`); empty if unknown.
         interrupted: whether Ctrl-C stopped following the search, which continues.
-        run_dir: the folder on this machine that holds the result files; None without.
+        run_dir: the folder on this machine that holds the result files; None if there is none.
     """
 
     experiment_id: int
@@ -171,7 +171,7 @@ def submit(ready: Submission, *, detach: bool) -> Submitted:
 
 
 def follow(experiment_id: int) -> Submitted:
-    """Follow a search to its end, given by the search runner's experiment."""
+    """Follow a search to its end; `experiment_id` is the search runner's experiment."""
     choice = choose("determined", fits=True)
     assert choice.master is not None
     clients.check_installed(choice.master)
@@ -215,7 +215,7 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
 def _bring_results(
     master: Master, number: int, events: Sequence[Mapping[str, Any]], name: str
 ) -> Path | None:
-    """Write the results here and return their folder, or log where they are."""
+    """Write the results here and return their folder; if impossible, log where they are."""
     try:
         if events:
             with clients.explain_errors(master.address):

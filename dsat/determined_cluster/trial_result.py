@@ -13,7 +13,7 @@ from dsat.in_trial.cluster_rank import ATTACHED_MARK, LOG_MARK, OUTCOME_KEY
 from dsat.values.outcome import Outcome, OutcomeKind
 
 _TAIL_LINES = 20
-# Words of the master, Kubernetes and determined's launchers for a killed process.
+# Texts by which the master, Kubernetes or determined's launchers report a killed process.
 _KILLED = ("exit code: 137", "exit code 137", "OOMKilled", "died with <Signals.SIGKILL")
 _INVALID_HP = "InvalidHP"
 _ADDRESS_IN_USE = re.compile(r"EADDRINUSE|[Aa]ddress already in use")
@@ -40,7 +40,7 @@ def from_metric(metric: Any) -> Outcome:
 def from_log(messages: Sequence[str], *, failed: bool) -> Outcome:
     """Return the outcome of a trial that reported no metric, from its log.
 
-    `failed` says whether the master calls it failed; otherwise the script may simply have ended.
+    `failed` says whether the master reports a failure; if not, the script may just have ended.
     """
     lines = [line for message in messages for line in _without_prefix(message)]
     plain = [line for line in lines if LOG_MARK not in line and ATTACHED_MARK not in line]

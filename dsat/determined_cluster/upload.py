@@ -162,7 +162,7 @@ def _make_ignore_rule(root: Path) -> Ignore:
 
 
 def _package() -> dict[Path, Path]:
-    """Return this package's files, with wrapt in its spare folder, since an image may lack wrapt.
+    """Return this package's files, with a copy of wrapt for images that lack it.
 
     wrapt's compiled part is omitted, because it depends on the version of Python.
     """

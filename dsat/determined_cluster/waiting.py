@@ -61,7 +61,7 @@ def _in_background(ask: Callable[[], T]) -> Future[T]:
 
 
 class StateWatch:
-    """Tracker of the trials' experiment's state, which logs long waits."""
+    """Tracker of the state of the trials' experiment; it logs long waits."""
 
     def __init__(
         self,

@@ -31,11 +31,12 @@ class Advice:
     """The advised strategy for a number of devices with the same memory.
 
     Attributes:
-        card: the card whose speed is predicted; empty if speed is unknown, and the strategy is the
+        card: the card whose speed is predicted; empty if speed is unknown. Then the strategy is the
             first that practitioners try.
-        needed: bytes of a device with one sample.
-        other: the fastest strategy, if the advised one is only about as fast; else the first that
-            practitioners try. None if that is the advised one, or if speed is unknown.
+        needed: bytes that a device needs for a micro batch of 1.
+        other: strategy for comparison: the fastest, if the advised one is only about as fast; else
+            the first that practitioners try. None if that is the advised one, or if speed is
+            unknown.
         speedup: predicted speed, relative to `other`.
     """
 
@@ -110,7 +111,7 @@ def _usual_card(size: int) -> Card | None:
 def _sample_s(
     facts: ModelFacts, config: Mapping[str, Any], line: Line, size: int, length: int, card: Card
 ) -> float:
-    """Predict the seconds per sample; steps have about as many samples for all strategies."""
+    """Predict the seconds per sample, in steps of about equally many samples for all strategies."""
     given = (config.get(key) for key in BATCH_KEYS[1:])
     own = math.prod(number for number in given if isinstance(number, int))
     batch = max(own, math.ceil(_STEP_TOKENS / length))

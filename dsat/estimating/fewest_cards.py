@@ -32,7 +32,7 @@ class Choice:
     Attributes:
         memory_bytes: memory of a card.
         cards: number of cards: any number up to 8, whole hosts of 8 above.
-        strategy: the first strategy that fits, in the order of the ladder.
+        strategy: the first strategy that fits, in the order of `LADDER`.
         micro_batch: the largest micro batch that fits.
         host_bytes: bytes that all ranks of a host need.
     """
@@ -53,7 +53,7 @@ def fewest(
     host_memory: int | None = None,
     sizes: Sequence[int] = SIZES,
 ) -> list[Choice]:
-    """Return the fewest cards of each size without offloading, and with it if it needs fewer.
+    """Return the fewest cards of each size without offloading; also with it if that needs fewer.
 
     Args:
         base: the user's DeepSpeed configuration.

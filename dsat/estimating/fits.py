@@ -37,12 +37,12 @@ class Fit:
 
     Attributes:
         slots, card_bytes: number of devices, and the memory of each.
-        strategy, batch: of the user's configuration, or of dsat's choice without one.
-        chosen: settings that dsat adds to a strategy of its choice, so that it fits.
+        strategy, batch: those of the user's configuration; without one, dsat's choice.
+        chosen: changes that dsat makes besides choosing a strategy, so that the model fits.
         ways_out: remedies if no strategy fits; empty for the user's own configuration.
         needed_bytes: predicted peak of a device, without the CUDA context and NCCL.
         host_bytes: bytes that the ranks of a host need: to load the weights, or to train.
-        saved_bytes: bytes of these that `"pin_memory": false` saves.
+        saved_bytes: part of `host_bytes` that `"pin_memory": false` saves.
         host_limit: bytes of the host; None if unknown.
         fits: whether the memory of devices and host suffices, with 5 % of the need to spare.
         largest: the largest micro batch that fits the devices; 0 if none does.
@@ -127,7 +127,7 @@ class _Candidate(NamedTuple):
     """Configuration to simulate.
 
     Attributes:
-        added: changes to the settings of the model or the user, in words.
+        added: changes to the model or to the user's settings, in words.
         progress: message to log during the simulation.
     """
 
@@ -139,7 +139,8 @@ class _Candidate(NamedTuple):
 def fit(settings: EstimateSettings) -> Fit:
     """Predict the memory of a configuration, and compare it with the devices of `settings.fits`.
 
-    It is the user's own; without one, the fastest that fits, or the one that lacks least memory.
+    The configuration is the user's own. Without one, it is the fastest that fits, or else the one
+    that lacks the least memory.
 
     Raises:
         UserInputError: the settings or the files are wrong.
@@ -220,9 +221,9 @@ def _check(model: SimulatedModel, devices: EstimateSettings, candidate: _Candida
 def _candidates(model: SimulatedModel, devices: EstimateSettings) -> Iterator[_Candidate]:
     """Yield the candidates to check in turn if the user gives no configuration.
 
-    First come the strategies that fit by formula, the fastest first: as the model is, with
-    activation checkpointing, with pageable instead of pinned host memory, and with both. The last
-    is the strategy that lacks least memory, with both.
+    Strategies that fit by formula come first, the fastest first: unchanged, then with activation
+    checkpointing, then with pageable instead of pinned host memory, then with both. The last
+    candidate is the strategy that lacks the least memory, with both.
     """
     [slots] = devices.slot_counts
     may_recompute = devices.activation_checkpointing is None

@@ -19,7 +19,7 @@ class Line:
         estimate: memory with a micro batch of one sample.
         needed: bytes that a device needs for that micro batch.
         host: bytes that the ranks of a host need: to load the weights, or to train.
-        saved: bytes of these that `"pin_memory": false` saves.
+        saved: part of `host` that `"pin_memory": false` saves.
         largest: by memory of a device, the largest micro batch; 0 if none fits device and host.
         longest: by memory of a device, tokens of the longest sequence at micro batch 1; empty if
             samples are not sequences.

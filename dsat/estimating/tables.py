@@ -123,10 +123,11 @@ class LineByLine:
         return f"{self._simulated} of {len(self._asked)} lines are simulated"
 
     def simulate(self) -> Iterator[int]:
-        """Simulate the lines, the likely advice first; none if `--formula` suffices.
+        """Simulate the lines, the likely advice first; simulate none if `--formula` suffices.
 
         Yields:
-            The number of devices of each simulated line; before that, the first number.
+            The number of devices of each line, once it is simulated. Before the first line, the
+            first number of devices.
         """
         if self._settings.formula and not needs_simulation(self._model.config):
             return
@@ -143,7 +144,7 @@ class LineByLine:
                 yield asked[number].slots
 
     def _order(self) -> list[int]:
-        """Return line numbers by number of devices, advised strategies and neighbours first.
+        """Return the order of lines: by number of devices, then advised ones and neighbours first.
 
         Neighbours of a strategy are the ones before and after it in the usual order.
         """
@@ -199,7 +200,7 @@ class LineByLine:
             lines = [line for line in lines if line.strategy != strategy]
 
     def _edges(self, lines: Sequence[Line]) -> list[Edge]:
-        """Return the strategies that nearly fit; add savings once all lines are simulated."""
+        """Return the strategies that nearly fit; with savings once all lines are simulated."""
         near = edges.nearly_fitting(lines)
         at_once = self._settings.formula or self._simulated < len(self._asked)  # or interrupted
         recomputed = self._recomputed() if near and not at_once else None
@@ -254,7 +255,10 @@ def needs_simulation(config: Mapping[str, Any]) -> bool:
 
 
 def needed_bytes(basis: Basis, config: Mapping[str, Any], slots: int) -> int:
-    """Return the bytes of a device at micro batch 1, without copies made only if there is room."""
+    """Return the bytes that a device needs at micro batch 1.
+
+    Copies that DeepSpeed makes only if there is room do not count.
+    """
     model = MemoryModel(basis, slots=slots, limit_bytes=0, on_device=True)
     return model.predicted_bytes(model.shape(config, {}), 1)
 

@@ -30,9 +30,9 @@ def acquire_hosts(
     """Acquire hosts where trials run, check them, and release them afterwards.
 
     Args:
-        engine: name of a place; for other engines, the host is this machine.
+        engine: value of `--engine`; if it is none of `PROVIDERS`, the host is this machine.
         program: program whose launcher may choose devices.
-        given: options of the place, by keyword.
+        given: options of the engine's place, by keyword.
         in_use: result of `accelerators.variables_of_memory_in_use` before the command began.
     """
     program = program or Entrypoint()
@@ -122,7 +122,7 @@ def all_slots(hosts: Sequence[Host], program: Entrypoint) -> int:
 def _numa_ranks(nodes: Path = Path("/sys/devices/system/node")) -> int:
     """Return the ranks that DeepSpeed's launcher starts on a CPU, usually one per NUMA node.
 
-    As `CPU_Accelerator.device_count` (0.19.8): LOCAL_SIZE if that is set, 1 without numactl.
+    This follows `CPU_Accelerator.device_count` (0.19.8): LOCAL_SIZE if set, 1 without numactl.
     """
     local_size = os.environ.get("LOCAL_SIZE", "")
     if local_size.isdecimal() and int(local_size):

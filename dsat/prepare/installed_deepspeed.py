@@ -1,4 +1,4 @@
-"""Check of a configuration by the installed DeepSpeed, cached."""
+"""Check of a configuration by the installed DeepSpeed; its answers are cached."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 _TIMEOUT_S = 120.0
 _PROGRAM = "dsat.in_trial.config_check"
-# DeepSpeed's files that decide the answers: developers change them without a new version.
+# DeepSpeed's files that decide the answers; developers may edit them without a new version.
 _SOURCES = ("runtime/config.py", "runtime/zero/config.py", "runtime/zero/offload_config.py")
 
 
@@ -40,7 +40,8 @@ class _Question:
     Attributes:
         place: file, and path of keys in it.
         whole: whether settings are also checked together.
-        own: the user's configuration, whose ignored keys are allowed; None allows all.
+        own: the user's configuration; keys that DeepSpeed ignores are allowed if it has them. None
+            allows all keys.
     """
 
     place: str
@@ -52,9 +53,9 @@ class _Question:
 def check(experiment: Experiment, program: Entrypoint) -> dict[str, Any]:
     """Check the user's configuration, overrides and listed values with the installed DeepSpeed.
 
-    DeepSpeed runs in a separate process, since its import takes seconds. Everything passes if it is
-    missing, cannot be run, or is not the one of the trials. Returns DeepSpeed's defaults by path,
-    or nothing in these cases. Raises UserInputError for a refused key, type, value or combination.
+    DeepSpeed runs in a separate process, since its import takes seconds. Returns its defaults by
+    path. If DeepSpeed is missing, cannot be run, or is not the trials' DeepSpeed, everything passes
+    and the result is empty. Raises UserInputError for a refused key, type, value or combination.
     """
     questions = list(_questions(experiment))
     answer = None if program.interpreter else _answer(questions)
@@ -141,7 +142,7 @@ def _stamp() -> str | None:
         versions = [version("deepspeed"), version("torch"), __version__]
         files = [program, *(folder / source for source in _SOURCES)]
         return json.dumps([str(folder), versions, [file.stat().st_mtime_ns for file in files]])
-    except (PackageNotFoundError, OSError):  # not a usual DeepSpeed
+    except (PackageNotFoundError, OSError):  # DeepSpeed or torch is installed in an unusual way
         return None
 
 

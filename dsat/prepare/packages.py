@@ -34,9 +34,9 @@ def version(name: str) -> str | None:
 
 
 def check(also: str | None = None) -> None:
-    """Check that torch and DeepSpeed are installed in supported versions, and `also` in any.
+    """Raise UserInputError unless supported versions of torch and DeepSpeed are installed.
 
-    Raises UserInputError if not.
+    `also` names a further package, of which any version suffices.
     """
     needed = {each.name: each.specifier for each in requirements()}
     problems = {}

@@ -1,4 +1,4 @@
-"""A model on fake tensors: the user's script's, or that of a transformers configuration."""
+"""A model on fake tensors, from the user's script or from a transformers configuration."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class SimulatedModel:
 
 @contextlib.contextmanager
 def simulate(settings: ModelSettings) -> Iterator[SimulatedModel]:
-    """Run a model on fake tensors up to its first training step, for simulations in the context.
+    """Run a model on fake tensors up to its first training step; yield it for simulations.
 
     Raises:
         UserInputError: the settings or the files are wrong.
@@ -148,7 +148,7 @@ def name_of(model: str, path: Path) -> str:
 
 
 def _read_source(settings: ModelSettings) -> Source:
-    """Return the user's script, or dsat's own script for the model of a configuration."""
+    """Return the user's script, or dsat's own script if the user gave a model."""
     if settings.model is not None:
         return _script_for(settings, settings.model)
     source = sources.read(settings)

@@ -29,8 +29,8 @@ from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import TrialOptions
 
 _log = logging.getLogger(__name__)
-# Facts that only a run of the command shows: the program of its ranks with its configuration, or
-# only the configuration, if the script makes it.
+# What only a run of the command may show: the program and the configuration of its ranks, or only
+# the configuration, if the script makes it.
 PROGRAM, CONFIG = "program", "configuration"
 _SUFFIXES = (".json", ".hjson")  # of a configuration's file
 _HIDE_THE_HOOK = frozenset(("-I", "-E", "-S"))
@@ -38,7 +38,7 @@ _HIDE_THE_HOOK = frozenset(("-I", "-E", "-S"))
 
 @dataclass(frozen=True)
 class Source:
-    """An experiment, or a command in the form of one.
+    """An experiment, or a command represented as one.
 
     Attributes:
         unknown: `PROGRAM` or `CONFIG` if only a run of the command shows it; else empty.
@@ -58,8 +58,8 @@ class Source:
     def can_run_first(self) -> bool:
         """Return whether the unchanged command trains the user's configuration.
 
-        It does not with a launcher or Trial of Determined, a hostfile, `--ds-config` (see
-        `ds_config`), lists of values, or an `autotuning` section.
+        False with a launcher or Trial of Determined, a hostfile, `--ds-config` (see `ds_config`),
+        lists of values, or an `autotuning` section.
         """
         program = self.program
         return (
@@ -70,7 +70,7 @@ class Source:
         )
 
     def first_run(self, options: TrialOptions, slots: int | None) -> OwnCommand:
-        """Start the user's command as the first trial; a plain script gets `slots` ranks or 1."""
+        """Start the user's command as the first trial; a plain script gets `slots` (or 1) ranks."""
         return OwnCommand(self.command, Path.cwd(), options, ranks=self._ranks(slots))
 
     def _ranks(self, slots: int | None) -> int | None:
@@ -80,7 +80,7 @@ class Source:
         return (slots or 1) if is_plain else None
 
     def run_to_training(self, timeout_s: float, slots: int | None = None) -> Source:
-        """Run the command up to its training; return the source with what that shows."""
+        """Run the command up to its training; return the source, completed by what that shows."""
         _log.info("running `%s` up to its training", shlex.join(self.command))
         # Instead of a command for several hosts, one rank of its script runs here.
         launch = self.program.launch
@@ -122,7 +122,7 @@ class Source:
         return _make_from_start(self, ranks, program)
 
     def slots_per_trial(self, given: int | None, available: int) -> int:
-        """Return the number of devices of a trial, by an option or by the user's files."""
+        """Return the number of devices of a trial: `given`, or what the user's files imply."""
         program = self.program
         if not self.command:
             slots = given or self.experiment.slots_per_trial
@@ -195,7 +195,7 @@ def read_experiment(target: Target) -> Experiment:
 
 
 def check_ranks(program: Entrypoint, slots: int) -> None:
-    """Raise UserInputError if the entrypoint starts another number of ranks."""
+    """Raise UserInputError if the entrypoint names another number of ranks than `slots`."""
     if program.slots not in (None, slots):
         raise UserInputError(
             f"starts {program.slots} ranks, but a trial has {fmt.count(slots, 'device')}",
@@ -256,10 +256,12 @@ def _unknown(target: Target) -> Source:
 
 
 def _command_of(target: Target, *, is_known: bool) -> tuple[str, ...]:
-    """Return the command with a program that exists.
+    """Return the target's command in a form that can be started; a `.py` file gets a Python.
+
+    `is_known` says whether dsat recognised the command's form.
 
     Raises:
-        UserInputError: the program does not exist.
+        UserInputError: the command's program does not exist.
     """
     command = list(target.command)
     env = entrypoints.take_assignments(command)

@@ -13,7 +13,7 @@ from dsat.values.table import Table
 from dsat.values.zero_strategy import Strategy
 
 _DAY_S = 86_400
-_NEARLY_SAME = 0.02  # as a fraction of a step
+_NEARLY_SAME = 0.02  # of a step: strategies that differ by less are about as fast
 # Units of time, with the number of each in a day.
 _UNITS = ((1, "days"), (24, "hours"), (24 * 60, "minutes"), (_DAY_S, "seconds"))
 NOT_MODELLED = (
@@ -83,7 +83,7 @@ class Projection:
         sequence_length: tokens of a sample; None if samples are not sequences.
         recomputes: activation checkpointing, `on` or `off`; None if the script decides it.
         own: the user's configuration on each number of cards; empty without one.
-        best: the fastest strategies that fit, by number of cards; without numbers that none fits.
+        best: the fastest strategies that fit, by number of cards; absent where none fits.
         failures: why strategies could not be simulated, by their labels.
         calibrated_by: number of measured trials that corrected the projection.
         tokens: number of tokens of the whole training; None if not given.

@@ -33,8 +33,8 @@ _LARGEST_MICRO_BATCH = 512
 # A run is of the same model if its parameters differ by less than this fraction, and the FLOPs of
 # its samples by less than this factor (samples of real data have many lengths).
 _SAME_MODEL, _SAME_SAMPLES = 0.02, 1.5
-# Configurations within this fraction of the best throughput count as equal: the smallest micro
-# batch and stage come first.
+# Configurations with at least this fraction of the best throughput count as equally fast. Of
+# these, the smallest micro batch and the lowest stage come first.
 _NEARLY = 0.98
 _BEST = 3  # strategies to show for each number of cards
 
@@ -127,7 +127,7 @@ def measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metri
 
 
 class Projector:
-    """Predicts the speed of one traced model on GPUs of one kind."""
+    """Predictor of the speed of one traced model on GPUs of one kind."""
 
     def __init__(self, traced: Traced, card: Card, network: float | None) -> None:
         self._traced, self._card, self._network = traced, card, network
@@ -149,7 +149,7 @@ class Projector:
         named = run.profile.device_name if run.profile else ""
         card = cards.find(named or machine)
         network = card.network_bandwidth
-        if self._network is not None and card == self._card:  # --network is the run's, too
+        if self._network is not None and card == self._card:  # --network is also that of the run
             network = self._network
         cluster = Cluster(card, slots, run.plan.slots_per_host or slots, network)
         points, log_s, errors = [], [], []

@@ -18,11 +18,11 @@ from dsat.search.speed import Points, Posterior, Prior, fit
 from dsat.search.step_time import COLUMNS, FACTORS, Hardware
 from dsat.values.zero_strategy import Strategy
 
-# Standard deviations of the logarithm of a step beside the factors: of each configuration, of the
-# difference between two strategies, and between kinds of cards if trials ran on another kind.
+# Standard deviations of a step's logarithmic time that the learned factors do not explain: of each
+# configuration, of the difference between two strategies, and between two kinds of cards.
 _SD, _STRATEGY_SD, _OTHER_CARD_SD = 0.05, 0.03, 0.10
 _NORMAL_90 = 1.645
-# Columns of each part of a step; kernels and launches are what remains.
+# Columns of `step_time` that make up each part of a step; the rest is kernels and launches.
 _PARTS = {
     "communication": (
         *("reduced", "reduced_last", "reductions", "waited", "gathered", "gathers"),
@@ -41,8 +41,8 @@ class StepTime:
     Attributes:
         seconds: duration of the step.
         low_s, high_s: ends of the 90 % interval.
-        parts: seconds by part: `kernels`, `launches` (the host, beyond the kernels),
-            `communication` that nothing hides, `optimizer`, `copies`.
+        parts: seconds by part: `kernels`, `launches` (time that the host takes longer than the
+            kernels), `communication` that nothing hides, `optimizer`, `copies`.
     """
 
     seconds: float
@@ -106,7 +106,7 @@ class ProjectedSpeed:
         return StepTime(seconds, seconds / spread, seconds * spread, self._parts(points, seconds))
 
     def _parts(self, points: Points, seconds: float) -> dict[str, float]:
-        """Split a step into parts: what it would save without the columns of each, in turn."""
+        """Split a step's time into parts: what removing each part's columns in turn would save."""
         left, before, parts = points, self._physical(points), {}
         scale = seconds / before
         for name, columns in _PARTS.items():

@@ -1,9 +1,10 @@
 """Work of a simulated step on named cards, for the physical model of a step's time.
 
 A roofline gives the time of kernels: FLOPs over the FLOP/s that the card reaches, or bytes over the
-bandwidth of its memory. Computing kernels take the shortest kernel's time in addition, others at
-least that. Collectives move bytes over links and wait for each hop (`Network`). The host launches
-kernels and runs the hooks of parameters; a step takes longer if the host is slower than kernels.
+bandwidth of its memory. A compute kernel takes the time of the shortest kernel in addition; any
+other kernel takes at least that time. Collectives move bytes over links and wait for each hop
+(`Network`). The host launches kernels and runs the hooks of parameters; a step takes longer if the
+host is slower than the kernels.
 
 The columns are those of `dsat.search.step_time.work`, so that trials calibrate the same terms.
 """
@@ -113,12 +114,12 @@ def hardware_of(card: Card) -> Hardware:
 def scaled(trace: StepTrace, slots: int, *, sharded: bool) -> StepTrace:
     """Return a trace scaled to another number of slots.
 
-    Groups that span all ranks, also with a stride, grow with their number; smaller groups, such as
-    those of tensor parallelism, keep their size.
+    Groups that span all ranks, perhaps with a stride, grow with the number of ranks. Smaller
+    groups, such as those of tensor parallelism, keep their size.
 
     Args:
         slots: the new number of slots.
-        sharded: each rank updates only its part of the parameters.
+        sharded: whether each rank updates only its part of the parameters.
     """
     ratio = slots / trace.slots
 
@@ -203,7 +204,7 @@ def _hooks_s(kernels: Sequence[Kernels], stage: int) -> float:
 
 
 def _pair_s(stage: int) -> float:
-    """Seconds per pair of trained parameters, due to a fault of the installed DeepSpeed."""
+    """Sum `Hazard.pair_s` over the faults of the installed DeepSpeed in a stage."""
     faults = hazards.of_version(version("deepspeed"))
     return sum(fault.pair_s for fault in faults if stage in fault.stages)
 

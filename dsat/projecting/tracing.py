@@ -39,7 +39,7 @@ _LEAST_TRACED = 8  # slots; collectives among fewer cannot be scaled to more
 
 @dataclass(frozen=True)
 class Traced:
-    """A script's model and strategies, as simulated.
+    """A simulated script: its model, and one step of each strategy.
 
     Attributes:
         base: the user's DeepSpeed configuration.
@@ -80,8 +80,8 @@ class Traced:
     def global_batch(self, slots: int) -> int:
         """Return the samples of an optimizer step, the same for all strategies.
 
-        Without batch sizes in the configuration, each data-parallel group gets the smallest power
-        of two of samples that has 16,384 tokens, or 32 samples if they are not sequences.
+        If the configuration has no batch sizes, each data-parallel group gets the smallest power of
+        two of samples that has 16,384 tokens; 32 samples if they are not sequences.
         """
         total, *of_device = (self.base.get(key) for key in ds_config.BATCH_KEYS)
         if isinstance(total, int):
@@ -96,7 +96,7 @@ class Traced:
         return self.parallelism.data(slots) * each
 
     def gas(self, slots: int, micro_batch: int) -> int:
-        """Return the accumulation steps of the global batch; 0 if it cannot be shared evenly."""
+        """Return the accumulation steps of the global batch; 0 if it is not divisible."""
         groups = self.parallelism.data(slots) * micro_batch
         found, left = divmod(self.global_batch(slots), groups)
         return 0 if left else found
@@ -140,7 +140,7 @@ def trace(
     Args:
         slots: the number of cards to project to.
         choose: returns the strategies to simulate, given the traced model.
-        accumulates: trace several micro steps, whatever the configuration says.
+        accumulates: whether to trace several micro steps even if the configuration has only one.
 
     Raises:
         SimulationUnavailable: the script cannot be simulated.
@@ -188,7 +188,7 @@ def worthwhile(found: Traced, card: Card, count: int, *, always: bool) -> list[S
 
     Args:
         count: the number of cards to project to.
-        always: include the user's own strategy even if it fits no number of cards, but others do.
+        always: whether to include the user's own strategy even if it fits no number of cards.
     """
 
     def fits(rung: Strategy, sizes: Sequence[int]) -> bool:

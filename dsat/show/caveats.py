@@ -23,7 +23,7 @@ from dsat.values.zero_strategy import of_config
 _NOISY = 0.2  # half-width of the 95 % interval of one measurement
 _DRIFTED = 1.2  # ratio of the user's own speeds; run-to-run variation is at most half as large
 _UNSURE = 2.0  # ratio of the ends of the gain's interval
-_LONGER, _ERRORS = 1.2, 3.0  # differing lengths: a factor, and standard errors
+_LONGER, _ERRORS = 1.2, 3.0  # lengths differ beyond this factor and this many standard errors
 _QUIETER = "End other programs on the machine, or measure longer (--max-measured-steps)."
 
 
@@ -147,7 +147,7 @@ def _warn_of_steps(run: Run) -> Iterator[str]:
 
 
 def _warn_of_samples(run: Run, best: Outcome) -> Iterator[str]:
-    """Warn about the count of samples in the best and in the user's own configuration."""
+    """Repeat warnings of the best and of the user's own trial about the counted samples."""
     own = None if run.baseline is None else run.outcomes.get(run.baseline.id)
     for text in dict.fromkeys([*best.warnings, *(() if own is None else own.warnings)]):
         if batches.is_about(text):
@@ -178,7 +178,10 @@ def _warn_of_lengths(run: Run, best: Trial) -> Iterator[str]:
 
 
 def _tokens_per_sample(outcome: Outcome | None) -> tuple[float, float]:
-    """Return the mean and its relative standard error, which is infinite if unknown."""
+    """Return the mean number of tokens per sample, and its relative standard error.
+
+    If these are unknown, the error is infinite.
+    """
     metrics = None if outcome is None else outcome.metrics
     facts = None if outcome is None or outcome.training is None else outcome.training.facts
     if metrics is None or facts is None or facts.tokens_error is None:

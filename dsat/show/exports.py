@@ -54,7 +54,7 @@ def to_csv(view: RunView, output: Path, name: str) -> None:
 
 
 def to_parquet(view: RunView, output: Path, name: str) -> None:
-    """Write the table of `to_csv` by columns; those with values of several types become text."""
+    """Write the table of `to_csv` by columns; columns with values of several types become text."""
     import pyarrow
     import pyarrow.parquet
 
@@ -142,7 +142,7 @@ def to_mlflow(view: RunView, output: Path, name: str) -> None:
 
 
 def to_tensorboard(view: RunView, output: Path, name: str) -> None:
-    """Write a folder of event files, a run for each trial.
+    """Write a folder of event files, with a run for each trial.
 
     A run has the trial's settings (the HPARAMS tab) and the times of its steps.
     """
@@ -213,7 +213,7 @@ def export(view: RunView, to: str, output: Path, name: str) -> None:
 
 
 def _list_compared(view: RunView) -> Iterator[tuple[TrialView, Outcome]]:
-    """Yield ended trials in order, except the profile, whose speed is not comparable."""
+    """Yield trials in order of their ends, except the profile, whose speed is not comparable."""
     for each in sorted(view.ended, key=lambda each: each.ended_s or 0.0):
         if each.trial.kind is not TrialKind.PROFILE and each.outcome is not None:
             yield each, each.outcome
@@ -224,7 +224,7 @@ def _ended_at_s(each: TrialView) -> float:
 
 
 def _decision(view: RunView) -> dict[str, Any]:
-    """Return the verdict and its values."""
+    """Return the verdict, the gain, and the values of the best and the own configuration."""
     found = {
         "metric": view.plan.metric,
         "verdict": "\n".join(view.verdict.lines),

@@ -22,7 +22,7 @@ _LAST_TRIALS = 12
 
 
 class LiveView(Observer):
-    """Prints lines, and on a terminal also a table of the latest trials.
+    """Printer of log lines and, on a terminal, of a table with the latest trials.
 
     The stream is standard error by default, because standard output is for results.
     """

@@ -26,7 +26,7 @@ class Kind(enum.Enum):
 
 
 class Narrator(Observer):
-    """Writes log lines on the events of a run."""
+    """Writer of log lines about the events of a run."""
 
     def __init__(self, say: Callable[[Kind, str], None]) -> None:
         self._say = say

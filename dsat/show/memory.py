@@ -41,7 +41,7 @@ def longest_sequence(run: Run) -> tuple[int, str] | None:
 def memory_warning(run: Run) -> list[str]:
     """Return a sentence if the best configuration may not fit at the longest sequence.
 
-    The memory model scales activations with the length as with the micro batch. Attention that
+    Activations are assumed to be proportional to the length, as to the micro batch. Attention that
     stores its scores needs more.
     """
     best, outcome, profile = run.best, run.best_outcome, run.profile

@@ -34,7 +34,7 @@ class PastRun:
 
     @property
     def state(self) -> str:
-        """`running`, `interrupted`, `finished` or `failed`."""
+        """State of the run: `running`, `interrupted`, `finished` or `failed`."""
         if self.run.stop_reason is not None:  # its process may still train in full length
             return "finished" if self.run.best is not None else "failed"
         return "running" if self.is_running else "interrupted"

@@ -31,7 +31,7 @@ def make_plots(view: RunView) -> list[Spec]:
 
 
 def _throughput(view: RunView) -> Spec | None:
-    """Plot the metric over the micro batch, a line per strategy; mark out of memory."""
+    """Plot the metric over the micro batch, a line per strategy; mark trials out of memory."""
     shown = [_row(each) for each in view.trials if each.trial.kind is not TrialKind.PROFILE]
     if not shown:
         return None
@@ -156,7 +156,7 @@ def _colours_of_strategies(domain: Sequence[str]) -> Spec:
 
 
 def _tips(*fields: str) -> list[Spec]:
-    """Return the fields of a tooltip, with meaningful decimals."""
+    """Return the fields of a tooltip, with formats for their numbers."""
     return [
         {"field": field, "format": _FORMATS[field]} if field in _FORMATS else {"field": field}
         for field in fields

@@ -29,11 +29,11 @@ from dsat.values.trial import Trial
 
 _LAST_LINES = 12  # of a log
 _PLAIN_WIDTH = 140
-_FOLDED_AT = 40  # characters that a wide column counts as
+_FOLDED_AT = 40  # width of a column, in characters, from which it may be folded
 _PHASES = ("init", "forward", "backward", "step")
 
 Part = RenderableType | Table
-Views = Mapping[str, RunView]  # by the names of their folders
+Views = Mapping[str, RunView]  # by the path or name that the user gave
 
 
 def console(stream: Any) -> Console:
@@ -66,7 +66,7 @@ def rich_table(table: Table, width: int) -> RichTable:
 
 
 def _width(table: Table) -> int:
-    """Return the terminal columns of a table, with long texts folded."""
+    """Return the width of a table in characters, if long texts are folded."""
     columns = zip(table.headings, *table.rows, strict=True)
     widths = (max(map(cell_len, cells)) for cells in columns)
     folded = (
@@ -126,7 +126,7 @@ def trial_to_json(run: Run, trial: Trial, folder: Path) -> dict[str, Any]:
 
 
 def compare_runs(views: Views) -> list[Part]:
-    """Return a table of two or more runs, how their best differ, and caveats."""
+    """Return a table of two or more runs, differences of their best trials, and caveats."""
     columns = [_column(view) for view in views.values()]
     rows = [(key, *(column[key] for column in columns)) for key in columns[0]]
     found: list[Part] = [Table(("", *views), rows)]

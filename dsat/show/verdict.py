@@ -36,7 +36,7 @@ class GainView:
         ratio: gain in the finals, else `search_gain` (may be None); 1 if the best is the user's.
         text: the ratio with its interval or with `unconfirmed`; `-` if it is None.
         own_value: the objective's value of the user's configuration; see `run.final_value`.
-        finals: comparison by the finals as JSON values; None before or without it.
+        finals: comparison by the finals as JSON values; None if there is none (yet).
     """
 
     ratio: float | None

@@ -31,7 +31,8 @@ class TrialView:
         value: value of the objective; None if not measured, and for a profile trial.
         used_bytes: peak of a device, comparable with the prediction.
         settings: overrides with batch sizes, by dotted path, and switches; without secrets.
-        ended_s, ended_at_s: end in the run's wall time, and since the epoch; None if unknown.
+        ended_s, ended_at_s: time of the end in seconds, in the run's wall time and since the epoch;
+            None if unknown.
     """
 
     trial: Trial
@@ -103,7 +104,7 @@ class TrialView:
 
 @dataclass(frozen=True)
 class StageView:
-    """Results of the search's trials and the user's own with one strategy (`z2_offload`)."""
+    """Results of one strategy (`z2_offload`): the search's trials and the user's own."""
 
     strategy: str
     trials: int
@@ -166,7 +167,7 @@ class RunView:
 
     @property
     def title(self) -> str:
-        """`my-model: asha search`."""
+        """Title of the run, such as `my-model: asha search`."""
         return f"{self.info.get('name', 'dsat')}: {self.plan.method} search"
 
     @property
@@ -246,7 +247,7 @@ class RunView:
 
 
 def _stages(plan: Plan, views: list[TrialView]) -> Iterator[StageView]:
-    """Yield a row per strategy, of the search's ended trials and the user's own."""
+    """Yield a row for each strategy, from the search's ended trials and the user's own."""
     tried = [
         view
         for view in views

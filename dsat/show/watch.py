@@ -19,7 +19,7 @@ from dsat.show.past_runs import PastRun
 from dsat.show.view import RunView
 
 LOOPBACK = "127.0.0.1"
-_HOSTS = (LOOPBACK, "localhost")  # other names may be DNS rebinding by a web page
+_HOSTS = (LOOPBACK, "localhost")  # a request to another name may be DNS rebinding by a web page
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline' 'unsafe-eval'; img-src data:; connect-src 'self'; "

@@ -60,7 +60,10 @@ class BatchRule:
         )
 
     def admits(self, batch: BatchTriple) -> bool:
-        """Return whether the global batch size and divisor are right; bounds are not checked."""
+        """Return whether batch sizes obey `divisible_by` and the limits of the global batch.
+
+        Limits of the micro batch are not checked.
+        """
         if self.train_batch_size not in (None, batch.train_batch_size):
             return False
         largest = self.max_train_batch_size
@@ -69,7 +72,7 @@ class BatchRule:
         return batch.micro_batch % self.divisible_by == 0
 
     def _micro_batches_of(self, train_batch_size: int) -> set[int]:
-        """Return the micro batches that divide a global batch on the largest number of groups."""
+        """Return the micro batches that divide the samples per group, for `most_groups` groups."""
         per_slot, rest = divmod(train_batch_size, self.most_groups)
         most = 0 if rest else min(math.isqrt(per_slot), LARGEST_MICRO_BATCH)
         small = [d for d in range(1, most + 1) if per_slot % d == 0]

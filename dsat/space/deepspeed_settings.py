@@ -74,12 +74,13 @@ class Setting:
     """A setting of DeepSpeed that a search may choose.
 
     Attributes:
-        key: name in `zero_optimization`, with a dot before names in its sections; from the top if
-            in `TOP_LEVEL`, or if it begins with a section of `TOP_SECTIONS`.
+        key: dotted path inside `zero_optimization`, such as `offload_param.pin_memory`; from the
+            top of the configuration if its first part is in `TOP_LEVEL` or `TOP_SECTIONS`.
         values: DeepSpeed's default first.
         stages: ZeRO stages that read it.
         when: condition under which it can have an effect in these stages.
-        elements: whether values count parameters, so that those above the model's are equivalent.
+        elements: whether values count parameters; all values above the model's number of
+            parameters are equivalent.
         unasked: condition for searching it without `--search`; `_never` if it changes what is
             computed, or seldom helps.
         divides_slots: whether values are numbers of devices, which must divide those of a trial.
@@ -353,7 +354,7 @@ SETTING_NAMES = tuple(dict.fromkeys((*(k.key for k in SETTINGS), *SECTIONS, *SWI
 
 
 def defaults(stage: int, *, later: bool = False) -> dict[str, Any]:
-    """Return DeepSpeed's defaults of the `SETTINGS` directly in `zero_optimization` in a stage.
+    """Return a stage's defaults of the `SETTINGS` that are direct keys of `zero_optimization`.
 
     `later` selects the settings with `Setting.is_later`, False selects all others.
     """

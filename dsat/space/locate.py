@@ -98,7 +98,10 @@ class Locator:
 
     @functools.cache  # noqa: B019  (a locator lives as long as its run)
     def _digits(self, number: int) -> tuple[tuple[Mapping[str, Any], ...], ...]:
-        """Return, for each searched setting of a branch and each value, what it sets, by path."""
+        """Return one tuple for each searched setting of a branch, with a mapping for each value.
+
+        The mapping holds the settings, by path, that the value determines.
+        """
         branch = self._space.branches[number]
         found = []
         for stride, (_, values) in zip(branch.strides, branch.searched, strict=True):
@@ -117,7 +120,7 @@ class Locator:
     def _flat(
         self, config: Mapping[str, Any], script_args: Mapping[str, Any], gas: Any
     ) -> dict[str, Any]:
-        """Return a configuration as values by path; with accumulation only if it is searched."""
+        """Return a configuration's values by path; accumulation steps only if they are searched."""
         canonical = canonical_config(config, num_params=self._space.num_params)
         settings = {key: value for key, value in canonical.items() if key not in BATCH_KEYS}
         flat = ds_config.flat({**settings, **script_args})
@@ -129,7 +132,7 @@ class Locator:
 
 
 def _differences(flat: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Return of each mapping the values that are not the same in all; `_OTHER` if missing."""
+    """Reduce mappings to the paths whose values differ; a missing value becomes `_OTHER`."""
     paths = dict.fromkeys(path for each in flat for path in each)
     differing = [
         path for path in paths if any(each.get(path) != flat[0].get(path) for each in flat[1:])

@@ -1,4 +1,4 @@
-"""Conversion of a proposal's flat settings to a trial's overrides."""
+"""Conversion of a proposal's flat settings (`offload_param.device`) to a trial's overrides."""
 
 from __future__ import annotations
 

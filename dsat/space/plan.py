@@ -63,7 +63,7 @@ class Plan(Recorded, BatchRule, Freedom):
         max_seq_length: longest sequence of the data in tokens; None if not given.
         finals: largest number of trials in the finals; None for a share of `max_trials`.
         indifference: gain, as a fraction, below which a larger global batch is not worth it.
-        ramp: raise micro batches step by step, while that increases the throughput.
+        ramp: whether to raise micro batches step by step, while that increases the throughput.
         longest_s: time limit of a trial's measurement in seconds (see `Run.longest_s`); None for no
             limit.
         measured: program, steps to measure, and device. Results are comparable only if these are
@@ -100,7 +100,7 @@ class Plan(Recorded, BatchRule, Freedom):
         return ds_config.prepare_for_training(self.base_config, overrides)
 
     def measured_beside(self, other: Plan) -> dict[str, Any]:
-        """Return `measured`, without the device unless both plans name one."""
+        """Return `measured`, without the device if only one of the two plans names one."""
         both = "device" in self.measured and "device" in other.measured
         return {key: its for key, its in self.measured.items() if both or key != "device"}
 

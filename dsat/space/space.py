@@ -25,7 +25,7 @@ from dsat.values.parallelism import SEQUENCE_SIZE, Parallelism
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import Strategy
 
-_BOTH_SIZES = "parallelism"  # both sizes as one setting, because they share the slots
+_BOTH_SIZES = "parallelism"  # both parallel sizes as one setting, because they share the slots
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Branch:
 
     Attributes:
         base: settings that all of its configurations have; flat, as in a proposal.
-        searched: names and values of searched settings. First is the user's value or DeepSpeed's
-            default; a smaller bucket if devices have little memory.
+        searched: names and values of searched settings. A setting's first value is the user's or
+            DeepSpeed's default, or a smaller bucket if devices have little memory.
     """
 
     strategy: Strategy
@@ -49,12 +49,12 @@ class Branch:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Difference of the indices for successive values of a setting, by searched setting."""
+        """For each searched setting, how much its next value adds to the index of `settings`."""
         counts = [len(values) for _, values in self.searched]
         return tuple(math.prod(counts[:position]) for position in range(len(counts)))
 
     def of_each_parallelism(self) -> list[dict[str, Any]]:
-        """Return the first settings with each searched parallelism."""
+        """Return settings for each searched parallelism; all others have their first values."""
         sizes = (*PARALLELISM, _BOTH_SIZES)
         for (key, values), stride in zip(self.searched, self.strides, strict=True):
             if key in sizes:
@@ -84,12 +84,12 @@ class Freedom:
         tune, fix: settings of `--search`, and of `--keep`.
         choices: the only values to try, by setting.
         switches: switches of the script that its arguments show, with the user's value.
-        listed_switches: values of further switches, from the user or the launcher; the script's own
-            first, None if unknown.
+        listed_switches: values of further switches, from the user or the launcher. The first is the
+            script's own value, or None if that is unknown.
         offload_helps: whether devices have separate memory, which offloading relieves.
         slots_per_host: devices per host if a trial needs several hosts; else 0.
-        defaults: the installed DeepSpeed's defaults, by path; empty if unknown. Other settings are
-            unsupported, and searched on request only.
+        defaults: the installed DeepSpeed's defaults, by path; empty if unknown. Settings that are
+            not among them are unsupported, and searched on request only.
     """
 
     base_config: Mapping[str, Any] = field(default_factory=dict)
@@ -135,8 +135,8 @@ class Space:
         num_params: parameters of the model, beyond which sizes are equivalent; None if unknown.
         found_switches: switches found in the script, with their values.
         heads: attention heads of the model; 0 if unknown.
-        roomy_bucket: largest size of DeepSpeed's default buckets, in elements, in the first
-            settings of a branch; None for no limit.
+        roomy_bucket: limit of the default buckets' sizes, in elements, in the first settings of a
+            branch; None for no limit.
         moves_to_host: see `OwnOptimizer`.
     """
 
@@ -178,7 +178,7 @@ class Space:
         return BatchTriple.on(self.slots, shared, micro_batch=micro_batch, gas=gas)
 
     def accumulation(self, micro_batch: Any, groups: Any, own: Any) -> Any:
-        """Return the accumulation steps of a configuration (also arrays).
+        """Return the accumulation steps of a configuration; arguments may be arrays.
 
         Args:
             groups: number of data-parallel groups.
@@ -284,7 +284,8 @@ def _with_parallelism(
 
     Tensor and sequence parallelism become one setting. They exclude each other: AutoTP replaces the
     groups that Ulysses passes (`_configure_tensor_parallel_states` of runtime/engine.py, DeepSpeed
-    0.19.8). With Ulysses, attention kernels are not searched, because it works inside the model's.
+    0.19.8). With Ulysses, attention kernels are not searched, because Ulysses works inside the
+    model's own kernel.
     """
     sizes = {key: values for key, values in settings if key in PARALLELISM}
     if not sizes:
@@ -336,7 +337,7 @@ def _own_value(setting: Setting, config: Mapping[str, Any]) -> Any:
     """Return the user's own value of a setting; None if it is missing or "auto"."""
     found = ds_config.at(config, setting.path)
     first = setting.values[0]
-    if isinstance(first, Mapping) and isinstance(found, Mapping):  # searched keys of a section
+    if isinstance(first, Mapping) and isinstance(found, Mapping):  # only the searched keys
         found = {key: found.get(key, value) for key, value in first.items()}
     return None if found == ds_config.AUTO else found
 
@@ -348,9 +349,9 @@ def _with_first(first: Any, values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _useful_values(setting: Setting, situation: Situation, space: Space) -> tuple[Any, ...]:
-    """Return the values worth trying: of sizes beyond the model, only the smallest.
+    """Return the values worth trying; of the sizes beyond the model's, only the smallest.
 
-    A default bucket above `roomy_bucket` gives its first place to a smaller one.
+    If the default bucket exceeds `roomy_bucket`, a smaller one comes first.
     """
     values = _with_first(space.freedom.defaults.get(setting.path), setting.usable(situation))
     num_params, roomy_bucket = space.num_params, space.roomy_bucket

@@ -46,7 +46,7 @@ class Section:
 
     Attributes:
         values: defaults for settings of the search and options of its method, by name.
-        keys: full keys in the file, by the name of what they set.
+        keys: full keys in the file, by the name of the setting or option.
         results_dir, exps_dir: folders for DeepSpeed's result files and for descriptions of trials;
             None if the section names none.
         notes: messages about accepted keys without effect.
@@ -150,7 +150,7 @@ def _mappings(value: Any, where: str) -> dict[str, str]:
 
 
 Reader = Callable[[Any, str], Any]
-# By key: the name of what it sets, and the function that reads its value.
+# By key: the name of the setting or option, and the function that reads its value.
 _VALUES: Mapping[str, tuple[str, Reader]] = {
     "metric": ("metric", _one_of(_METRICS)),
     "start_profile_step": ("start_profile_step", whole_number),

@@ -1,4 +1,4 @@
-"""The command line of a search, from which the command that continues it is made."""
+"""The command line of a search, and the command that resumes it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CommandLine:
     is_experiment: bool = False
 
     def resumed(self, folder: Path, *more: str) -> list[str]:
-        """Return the words that continue the run; `--name=value` in `more` overrides the user's."""
+        """Return the words that resume the run; `--name=value` in `more` overrides the user's."""
         given = {word.partition("=")[0] for word in self.options}
         options = [*self.options, *([] if "--resume" in given else ["--resume"])]
         if "--run-dir" not in given:

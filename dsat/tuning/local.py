@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 TRIALS = "dsat.trials"  # name of the logger of trial results, which a live table may replace
 _log_of_trials = logging.getLogger(TRIALS)
 _PAGE_EVERY_S = 30.0
-# Makes an engine for a run, given the run's folder.
+# A function that makes an engine for a prepared run and its folder.
 EngineFactory = Callable[[Prepared, Path], Engine]
 # Engines that the user registered, by name in `Settings.engine`.
 ENGINES: dict[str, EngineFactory] = {}
@@ -151,7 +151,10 @@ class LocalSearch:
 
     @property
     def failure(self) -> DsatError | None:
-        """Error of a search without a result; None if interrupted, unless profiling failed."""
+        """Error of a search that ended without a best trial or without a profile; else None.
+
+        If the search was interrupted, only a failed profile is an error.
+        """
         if not self.profiled or (self.run.best is None and not self.interrupted):
             return _failure(self.run, self.trials)
         return None
@@ -172,7 +175,7 @@ def _log_line(kind: Kind, text: str) -> None:
 
 
 class _FileKeeper(Observer):
-    """Write result files after a new best, and all with the report at most every 30 s."""
+    """Writer of result files: after each new best, and with the report at most every 30 s."""
 
     def __init__(self, ready: Prepared, folder: Path) -> None:
         self._ready = ready

@@ -18,7 +18,7 @@ _DEFAULTS_OF_TUNE = {"metric": "throughput", "train_batch_size": OWN}
 
 
 def all_options(method: str | None = None, engines: Iterable[str] = ()) -> Iterator[Option]:
-    """Yield the options of a search with a method; those of `dsat tune` if it is None.
+    """Yield the options of a search by `method`; those of `dsat tune` if `method` is None.
 
     `engines` are names of engines that the user registered.
     """
@@ -58,7 +58,7 @@ def make_settings(
     Args:
         values: the user's values, by name of setting; options of methods and places by keyword.
         given: the flag or keyword of each value, for messages.
-        keeps_batch: use the defaults of `dsat tune`: throughput at the user's global batch.
+        keeps_batch: whether to use the defaults of `dsat tune`: throughput, own global batch.
         search_options: more arguments of the search, which need no declared option.
 
     Raises:

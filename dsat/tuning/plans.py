@@ -132,7 +132,7 @@ def _global_batch(
     """Return the global batch size of all configurations; None if it is free.
 
     Args:
-        is_listed: the user lists accumulation steps, which change the global batch.
+        is_listed: whether the user lists accumulation steps, which change the global batch.
 
     Raises:
         UserInputError: the user sets the batch or lists accumulation, which the script controls.
@@ -163,7 +163,7 @@ def _data_parallel(
 ) -> int:
     """Return `BatchRule.data_parallel`.
 
-    If parallelism is tuned, the largest data-parallel size must divide a fixed global batch.
+    If parallelism is searched, the largest data-parallel size must divide a fixed global batch.
     """
     largest = parallelism.of_config(base).data(slots)
     if any(key in tuned for key in PARALLELISM):
@@ -203,7 +203,10 @@ def _check_metric(settings: Settings) -> None:
 
 
 def _listed_switches(settings: Settings, args: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Return the values of listed switches; first the flag's current value, or None."""
+    """Return the values of switches of `--vary`, and of variables of `--search`.
+
+    The first value is the current one of a flag; None if it is unknown.
+    """
     found = {n: (None, *SWITCHES[n].values) for n in settings.tune if n.startswith(VARIABLE)}
     for name, values in settings.listed_switches.items():
         own: Any = None
@@ -215,7 +218,7 @@ def _listed_switches(settings: Settings, args: Sequence[str]) -> dict[str, tuple
 
 
 def find_launcher_switches(program: Entrypoint) -> dict[str, tuple[Any, ...]]:
-    """Return switches of DeepSpeed's launcher that the command does not set."""
+    """Return switches of DeepSpeed's launcher that the command leaves off, with their values."""
     launch = program.launch
     is_free = launch.passes_local_rank and not (launch.binds_cores or program.needs_command)
     return {BIND_CORES: (False, True)} if is_free else {}

@@ -41,7 +41,7 @@ from dsat.values import hazards, slow
 from dsat.values.files import digest
 from dsat.values.text import hide_secrets_in_words
 
-# Why trials run the user's command again, after such a trial.
+# Why each trial runs the user's command again, after ranks that dsat itself started had failed.
 FAILED_BY_THEMSELVES = "they failed, started by dsat, in an earlier trial"
 _log = logging.getLogger(__name__)
 

@@ -73,7 +73,7 @@ def _find_run(folder: Path | None, name: str) -> Path:
 
 
 def _can_resume(folder: Path) -> bool:
-    """Return whether a folder holds a run that no cluster ran; damage is reported later."""
+    """Return whether a folder holds a run that no cluster ran; True if its journal is damaged."""
     if not (folder / FILE_NAME).exists():
         return False
     try:
@@ -159,8 +159,9 @@ def _is_over(run: Run, plan: Plan) -> bool:
 def _has_errors_to_retry(run: Run) -> bool:
     """Return whether failed trials of a run should be retried.
 
-    Without a result, all except device OOM are. With one, only errors are, before the finals begin
-    and the run ends: refusals by DeepSpeed, timeouts, OOM and non-finite losses would repeat.
+    If the run has no result, every failure except device OOM is retried. If it has one, only errors
+    are retried, and only before the finals and the end of the run: refusals by DeepSpeed, timeouts,
+    OOM and non-finite losses would happen again.
     """
     kinds = {outcome.kind for outcome in run.outcomes.values()}
     if run.best is None:

@@ -54,7 +54,7 @@ def make_line(ready: Prepared, run: Run, folder: Path) -> str:
 
 
 def find_program(name: str) -> str:
-    """Return a program's name, or its path here if PATH leads to another environment."""
+    """Return a program's name, or its path in dsat's environment if PATH leads to another one."""
     here, found = Path(sys.executable).parent, shutil.which(name)
     if not (here / name).exists():
         return name
@@ -129,7 +129,7 @@ def _base_words(
 
 
 def _needs_dsat(ready: Prepared, run: Run, best: Trial) -> bool:
-    """Return whether no flag, file, variable or option sets some change of the best trial."""
+    """Return whether a change of the best trial needs more than a flag, file or variable."""
     own, program = own_switches(run), ready.program
     if switches.OF_CODE.keys() & set(run.outcomes[best.id].warnings):
         return True
@@ -196,8 +196,9 @@ def _form_of(program: Entrypoint) -> Form | None:
 def runs_own_command(program: Entrypoint, slots: int) -> bool:
     """Return whether the printed command is the user's own, with other arguments.
 
-    Otherwise a launcher starts the script. The user's command must be one that trials run again; or
-    start all ranks, take arguments at its end or by file, and not be just `python` with the script.
+    Otherwise, the printed command is a launcher with the script. The user's command is printed if
+    each trial runs it again. It is also printed if it starts all ranks, takes arguments at its end
+    or from a file, and is more than `python` with the script.
     """
     _, command = _own_command(program)
     if program.needs_command not in ("", FAILED_BY_THEMSELVES):

@@ -1,7 +1,7 @@
 """Conversion between dataclasses and JSON, for everything that outlives a process.
 
 A missing field gets its default and an unknown field is ignored, so that earlier and later versions
-read each other's files. `DecodeError` names the wrong value, or a missing field without default.
+read each other's files. `DecodeError` names the invalid value, or the field that is missing.
 """
 
 from __future__ import annotations
@@ -62,10 +62,11 @@ def decode(kind: Any, data: Any, where: str = "") -> Any:
     """Return a value decoded from JSON.
 
     Args:
-        kind: type annotation of the value; a union must be of one type and None.
+        kind: type annotation of the value; the only unions are `T | None`.
+        where: path to the value, for errors.
 
     Raises:
-        DecodeError: the data are not of this type.
+        DecodeError: the data are not of this type, or hold NaN or infinity.
     """
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):

@@ -1,4 +1,4 @@
-"""Atomic and private writing of files, which a kill cannot leave half-written; caches; digests."""
+"""Files that are written atomically and that only their owner can read; caches; digests."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def prefixed(value: float, digits: int = 4) -> str:
 
 
 def change(name: str, before: float | None, after: float | None) -> str:
-    """Return a change, `100 -> 142 samples/s`; a metric in ms is preceded by its name."""
+    """Return a change: `100 -> 142 samples/s`, or `step 20 -> 15 ms` for a metric in ms."""
     first, second = metric(name, before, digits=3), metric(name, after, digits=3)
     number, _, its_unit = first.partition(" ")
     if its_unit and second.endswith(f" {its_unit}"):
@@ -88,7 +88,7 @@ def setting(value: Any) -> str:
 
 
 def outcome(result: Outcome, metric_name: str) -> str:
-    """Return one line on the end of a trial: its metric, or how it ended if none was measured."""
+    """Return one line about a trial's outcome: its metric, or why nothing was measured."""
     if result.metrics is None or (result.profile and result.metrics.num_steps <= 1):
         message = printable(result.message, _MOST_OF_A_MESSAGE)
         return f"{result.kind.value}: {message}" if message else result.kind.value

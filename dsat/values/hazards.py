@@ -36,15 +36,20 @@ class Hazard:
 
     Attributes:
         versions: affected versions, as a specifier.
-        kind: `GRADIENTS` are wrong, only their reported `NORM` is wrong, `SLOW` or `FAILS`.
-        stages, precisions: where it occurs; in any precision if empty.
+        kind: one of `KINDS`: gradients are wrong, only their reported norm is wrong, training is
+            slow, or training fails.
+        stages: ZeRO stages that it affects.
+        precisions: number formats that it affects; empty for all.
         good: the first version known not to have it.
         sources: GitHub threads, `owner/name#number`.
-        accumulates, several_ranks, on_cpu: whether it needs accumulation, several ranks, CPU cores.
-        setting: path and value of the setting that it needs; empty if it needs none.
+        accumulates: whether it occurs only with gradient accumulation.
+        several_ranks: whether it occurs only with several ranks.
+        on_cpu: whether it occurs only on CPU cores.
+        setting: path and value of a setting without which it does not occur; empty if none.
         unseen: a further condition, which the configuration does not show.
         checked: results of dsat's own trainings with affected versions.
-        pair_s: seconds that each pair of trained parameters adds to a backward pass.
+        pair_s: seconds that it adds to a backward pass, divided by the square of the number of
+            trained parameter tensors.
     """
 
     name: str
@@ -76,7 +81,7 @@ class Hazard:
 
     @property
     def condition(self) -> str:
-        """Description of the trainings that it affects."""
+        """Description of the affected trainings: `stages 1, 2, bf16, several ranks`."""
         parts = [f"stage{'s' * (len(self.stages) > 1)} {', '.join(map(str, self.stages))}"]
         parts += self.precisions
         parts += ["gradient accumulation"] * self.accumulates
@@ -86,7 +91,7 @@ class Hazard:
         return ", ".join([*parts, *([f"if {self.unseen}"] if self.unseen else [])])
 
     def describe(self, version: str) -> str:
-        """Return sentences on this hazard in a version, and on an unaffected version."""
+        """Return two sentences: this fault in a version, and a version without known faults."""
         sources = f" ({', '.join(self.sources)})" if self.sources else ""
         return (
             f"DeepSpeed {version} in {self.condition}: {self.effect}{sources}. "
@@ -102,7 +107,7 @@ def table() -> tuple[Hazard, ...]:
 
 
 def version_in(software: str) -> str | None:
-    """Return the DeepSpeed version in `Machine.software`, a list as text; None if missing."""
+    """Return DeepSpeed's version in a text such as `torch 2.8.0, deepspeed 0.19.8`, or None."""
     found = re.search(r"\bdeepspeed (\S+)", software)
     return found[1] if found else None
 
@@ -117,12 +122,15 @@ def of_version(version: str | None) -> list[Hazard]:
 
 
 def find(version: str | None, training: Training, *kinds: str) -> list[Hazard]:
-    """Return the hazards of these kinds that affect a training, or may (`Hazard.unseen`)."""
+    """Return the hazards of these kinds that affect a training, or may (see `Hazard.unseen`)."""
     return [h for h in of_version(version) if h.kind in kinds and h.hits(training)]
 
 
 def unaffected_version(found: Iterable[Hazard]) -> str:
-    """Return the first `good` version that fixes `found` and has no known fault, or the latest."""
+    """Return the lowest `good` version that fixes all of `found` and has no known fault.
+
+    If there is none, return the highest `good` version.
+    """
     least = max((Version(h.good) for h in found), default=Version("0"))
     known = sorted({Version(h.good) for h in table()})
     return str(next((v for v in known if v >= least and not of_version(str(v))), known[-1]))

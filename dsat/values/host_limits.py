@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-# Files with the processor time that a group may use per period, and the period.
+# Files of a control group that hold its quota of processor time per period, and the period.
 _CPU_V2, _CPU_V1 = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-# Files with limits (beyond `memory.high`, processes are throttled) and usage, and the field of
-# `memory.stat` that counts cached files, which the kernel reclaims first.
+# Files of a control group that hold its memory limits (beyond `memory.high`, the kernel throttles
+# processes) and its usage; and the field of `memory.stat` that counts cached files, which the
+# kernel reclaims first.
 _MEMORY_V2 = ("memory.max", "memory.high"), "memory.current", "inactive_file"
 _MEMORY_V1 = ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"
 
@@ -22,7 +23,7 @@ _MEMORY_V1 = ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactiv
 def usable_cores() -> list[int]:
     """Return the hardware threads that this process may use.
 
-    A quota of processor time limits their number; then the first threads are returned.
+    If a quota of processor time allows fewer, these are the first ones.
     """
     threads = sorted(os.sched_getaffinity(0))
     return threads[: max(1, min(_cpu_quotas(), default=len(threads)))]
@@ -40,7 +41,7 @@ def available_bytes() -> int:
 
 
 def _cpu_quotas() -> Iterator[int]:
-    """Yield the number of whole cores of each control group that has a quota."""
+    """Yield each quota of this process's control groups, in whole cores."""
     for folder, is_v2 in _control_groups("cpu"):
         with contextlib.suppress(OSError, ValueError):  # `max` means no quota
             texts = [(folder / name).read_text() for name in (_CPU_V2 if is_v2 else _CPU_V1)]
@@ -50,7 +51,10 @@ def _cpu_quotas() -> Iterator[int]:
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """Yield each limit of this process's control groups, with the usage without cached files."""
+    """Yield each limit of this process's control groups, and the group's usage, in bytes.
+
+    Cached files do not count as usage.
+    """
     for folder, is_v2 in _control_groups("memory"):
         limits, usage, cached = _MEMORY_V2 if is_v2 else _MEMORY_V1
         for limit in limits:
@@ -72,9 +76,10 @@ def _stat_bytes(path: Path, name: str) -> int:
 
 
 def _control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield the folder of this process's control group and of those above it, and whether it is v2.
+    """Yield the folder of each control group of this process, and whether it is of version 2.
 
-    `controller` selects the hierarchy in version 1; version 2 has only one.
+    The own group comes first, then the groups above it. `controller` selects the hierarchy in
+    version 1; version 2 has only one.
     """
     try:
         lines = (PROC / "self" / "cgroup").read_text().splitlines()

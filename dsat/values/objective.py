@@ -15,7 +15,7 @@ class Metric:
     Attributes:
         unit: printed after a value.
         has_interval: whether its relative confidence interval equals that of the latency.
-        of_time: whether it is a time or a rate, which the model search can predict.
+        of_time: whether it is a time or a rate, so that the `model` search can predict it.
         has_prefix: whether large values get a prefix, as in `1.2 TFLOP/s`.
         autotuner_names: other names in DeepSpeed's `autotuning` section.
     """
@@ -73,16 +73,16 @@ class Objective:
     def log_value(self, value: float) -> float:
         """Return the logarithm of a value, negated if smaller is better.
 
-        Zero, as for a phase that the script lacks, counts as the smallest positive number.
+        Zero, the time of a phase that the script lacks, counts as the smallest positive number.
         """
         log_value = math.log(max(value, sys.float_info.min))
         return -log_value if self.smaller_is_better else log_value
 
     def value_of(self, log_value: float) -> float:
-        """Return the value for a logarithm; the inverse of `log_value`."""
+        """Return the value that has a given `log_value`."""
         return math.exp(-log_value if self.smaller_is_better else log_value)
 
     def gain(self, value: float, reference: float) -> float:
-        """Return how many times better `value` is than `reference` (1.0: equal; inf for a 0)."""
+        """Return how many times better `value` is than `reference`; inf if the divisor is 0."""
         better, worse = (reference, value) if self.smaller_is_better else (value, reference)
         return better / worse if worse else float("inf")

@@ -33,7 +33,7 @@ class OutcomeKind(str, enum.Enum):
 
     @property
     def is_unsafe(self) -> bool:
-        """Return whether a configuration that ended so once may end so in the training."""
+        """Return whether the training may fail with a configuration whose trial ended like this."""
         return self.is_out_of_memory or self is OutcomeKind.DIVERGED
 
 
@@ -101,10 +101,10 @@ class MemoryUse:
     """Peaks over all ranks, in bytes.
 
     Attributes:
-        allocated_bytes, reserved_bytes: by the device's allocator, by phase (`init`, `forward`,
-            `backward`, `step`); empty on a CPU.
+        allocated_bytes, reserved_bytes: device memory that torch's allocator allocated and
+            reserved, by phase (`init`, `forward`, `backward`, `step`); empty on a CPU.
         host_rss_bytes: largest resident set of a rank, by phase.
-        context_bytes: memory besides the allocator's: context and libraries of a CUDA device (0 for
+        context_bytes: device memory outside the allocator, for CUDA's context and libraries (0 on
             other accelerators); on a CPU, the resident set before the model was built.
         data_bytes: on a CPU with a memory limit, the peak that counted against the limit since the
             model was built; otherwise 0.
@@ -118,7 +118,7 @@ class MemoryUse:
 
     @property
     def is_exact(self) -> bool:
-        """Return whether the peak was counted; a resident set misses pages not yet written."""
+        """Return whether the peak is exact; a resident set lacks pages that were never written."""
         return bool(self.allocated_bytes or self.data_bytes)
 
     @property
@@ -153,8 +153,8 @@ class OwnOptimizer:
 
     Attributes:
         kind: name of its class; empty if unknown.
-        by_element: whether it updates each element independently of the parameter's shape. ZeRO
-            flattens parameters, stage 0 does not, so other optimizers train differently.
+        by_element: whether it updates each element independently of the parameter's shape. If not,
+            it trains differently in stage 0 and with ZeRO, which flattens parameters.
         moves_to_host: whether accelerate replaces it by DeepSpeed's CPU optimizer when offloading.
     """
 
@@ -175,16 +175,16 @@ class ModelProfile(Recorded):
         flops_per_sample: FLOPs of forward and backward pass, without recomputation.
         slot_memory_bytes: memory that a device may use.
         largest_activation_bytes_per_sample: size of the largest kept activation; 0 if unknown.
-        host_memory_bytes: host memory per rank of a trial that runs there alone; 0 if unknown, or
-            if the device is the host.
-        batch_dimensions: dimension of the samples in each input of the model, by place of the input
-            (`1.input_ids`); only where it is certain.
+        host_memory_bytes: host memory per rank, if a trial has its host for itself; 0 if unknown,
+            or if the device is the host.
+        batch_dimensions: index of the batch dimension of each input of the model, by the input's
+            path in the arguments (`1.input_ids`); only where it is certain.
         device_name: name of the device in its driver; empty if it has none.
-        fed_instead: `micro_batch` of this trial, and the `rows` that all inputs had instead; empty
-            if they had `micro_batch` rows, or differed from each other.
+        fed_instead: this trial's `micro_batch`, and the number of `rows` that all inputs had in its
+            place; empty if they had `micro_batch` rows, or differed from each other.
         parallelism: parallelism of the trial that measured these facts.
-        attention_heads: None if the model's configuration has no such field.
-        hidden_size: size from which a Trainer computes "auto" sizes; None if unknown.
+        attention_heads: number of heads; None if the model's configuration has no such field.
+        hidden_size: hidden size, from which a Trainer computes "auto" settings; None if unknown.
     """
 
     num_params: int
@@ -205,7 +205,7 @@ class ModelProfile(Recorded):
     optimizer: OwnOptimizer = OwnOptimizer()
 
 
-PRECISIONS = ("fp32", "fp16", "bf16")  # the finest first
+PRECISIONS = ("fp32", "fp16", "bf16")  # from the finest to the coarsest
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class StepFacts:
     Attributes:
         gas: configured gradient accumulation steps.
         micro_steps: number of micro batches in most steps; 0 if unknown.
-        late: the steps, counted from 1, that are `Metrics.accidents`.
+        late: numbers, from 1, of the steps that are outliers (`Metrics.accidents`).
         evaluated: fraction of the measured steps in which the model was also evaluated.
         tokens_error: standard error of the tokens per sample, as a fraction; None if unknown.
     """
@@ -241,7 +241,7 @@ class TrainingCurve:
         gradient_norm: norm of all gradients of the first step, before clipping; None if unknown.
         compares_samples: whether the first loss compares pairs of samples, and thus depends on the
             micro batch.
-        deepspeed_version: version of DeepSpeed where the trial ran; empty if unknown.
+        deepspeed_version: DeepSpeed's version in the trial; empty if unknown.
     """
 
     steps: tuple[int, ...] = ()
@@ -260,7 +260,7 @@ class SequenceLengths:
 
     Attributes:
         shortest, longest: lengths of the micro batches, including padding.
-        model_takes: the model's `max_position_embeddings`; None if it has none.
+        model_takes: the model's `max_position_embeddings`; None if its configuration has none.
     """
 
     shortest: int
@@ -270,26 +270,26 @@ class SequenceLengths:
 
 @dataclass(frozen=True)
 class Outcome(Recorded):
-    """End of a trial, with its measurements.
+    """End of a trial, with its measurements. All its texts are sanitized (`printable`).
 
     Attributes:
         message: one line on what went wrong; empty for a successful trial.
-        detail: the script's traceback, or the end of its log. All texts are made `printable`.
+        detail: the script's traceback, or the end of its log.
         duration_s: time from the launch to the outcome.
         smaller_may_run: whether a smaller micro batch may run, because there were too few samples.
         most_samples: the largest micro batch for which the samples suffice, with the trial's
             accumulation; None if unknown.
         fixed_batch: the number of samples that the script feeds regardless of the configured micro
             batch; None if it follows the configuration, or unknown.
-        batch_flag: the script's flag for `fixed_batch`, such as `--batch-size`; empty if none. Of
-            an error, a flag with the user's own micro batch where the trial has another.
+        batch_flag: the script's flag that sets `fixed_batch`, such as `--batch-size`; empty if
+            none. After an error: a flag that kept the user's micro batch, unlike the trial.
         step_ms: latency of each measured step on the slowest rank, in ms.
         training: None for a trial that measured nothing.
         sequences: None if the model's inputs are not sequences of tokens.
         before_engine: whether the script failed before it called `deepspeed.initialize`, so that
             other configurations would fail too.
         device_name: as in `ModelProfile`; set on a cluster, whose devices may differ.
-        completed_steps: optimizer steps before an error that the script reported; 0 if unknown.
+        completed_steps: optimizer steps before the trial's error; 0 if unknown.
     """
 
     kind: OutcomeKind

@@ -20,7 +20,7 @@ class Kernels:
 
     Attributes:
         phase: one of `PHASES`.
-        last: True for the last micro step of an optimizer step, False for each one before it.
+        last: True for the last micro step of an optimizer step, False for any earlier one.
         kind: one of `COMPUTE_KINDS`; `memory` for other operators; `host` for operators on host
             tensors; `transfer` for copies between host and device.
         itemsize: bytes of an element of the result.
@@ -75,9 +75,9 @@ class StepTrace(Recorded):
     model_flops: float
 
     def bytes_of(self, kind: str, phases: Sequence[str], *, last: bool = True) -> float:
-        """Return the bytes moved by kernels of one kind in the given phases of a micro step.
+        """Return the bytes that kernels of one kind move in the given phases of a micro step.
 
-        If `last`, of the last micro step; otherwise of one before it.
+        `last` selects the last micro step of the optimizer step; otherwise, an earlier one.
         """
         return sum(
             k.bytes * k.count
@@ -94,7 +94,7 @@ class StepTrace(Recorded):
 class ModelTrace:
     """Forward and backward pass of a model without DeepSpeed, traced at two micro batches.
 
-    A kernel's FLOPs and bytes are linear in the micro batch: two traces determine all others.
+    A kernel's FLOPs and bytes are linear in the micro batch, so two traces determine all others.
     """
 
     small: StepTrace
@@ -113,7 +113,10 @@ class ModelTrace:
         return max(flops, key=flops.__getitem__)
 
     def at(self, micro_batch: float) -> list[Kernels]:
-        """Return the kernels at a micro batch: a linear fit, or scaled `small` if shapes differ."""
+        """Return the kernels at a micro batch, by linear interpolation between the two traces.
+
+        If the traces consist of different kernels, those of `small` are scaled in proportion.
+        """
         small, large = self.small, self.large
         pairs = list(zip(small.kernels, large.kernels, strict=False))
         if [_shape(one) for one, _ in pairs] != [_shape(other) for _, other in pairs]:

@@ -1,4 +1,4 @@
-"""Tables of text cells, and their Markdown; other modules show them on terminals and in pages."""
+"""Tables of text cells, with their Markdown; `dsat.show` lays them out on terminals and pages."""
 
 from __future__ import annotations
 

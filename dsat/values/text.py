@@ -103,7 +103,7 @@ def printable(text: str, most: int = MOST_OF_A_LINE) -> str:
     """Return a text that is safe to print and store, with secrets hidden.
 
     Args:
-        most: maximum number of characters; of a longer text, beginning and end are kept.
+        most: maximum number of characters; a longer text keeps its beginning and its end.
     """
     if len(text) <= most:
         text = hide_secrets(_escape(text))
@@ -121,9 +121,9 @@ def is_secret(name: str, value: str = "") -> bool:
     """Return whether the name of a flag, variable or key denotes a secret.
 
     Args:
-        name: the name, which may be dotted, or `ENV:` and a variable.
-        value: the named value; names that end in `_key`, `_pass` or `tokens` denote a secret also
-            if the value looks like a key. `true`, small numbers and the like are never secrets.
+        name: the name; may be dotted, or `ENV:` followed by the name of a variable.
+        value: the named value. If it looks like a key, a name that ends in `_key`, `_pass` or
+            `tokens` denotes a secret too. `true`, small numbers and the like are never secrets.
     """
     if _NO_SECRET.fullmatch(value) or (name.lower() in ("pwd", "--pwd") and _PATH.match(value)):
         return False
@@ -174,7 +174,7 @@ def shell_line(words: Sequence[str], own: Path) -> str:
     The shell reports an error if such a variable is not set.
 
     Args:
-        own: a folder of dsat, whose path hides nothing.
+        own: a folder of dsat; its path is shown even if it looks like a secret.
     """
     line: list[str] = []
     before = ""
@@ -193,7 +193,7 @@ def shell_line(words: Sequence[str], own: Path) -> str:
 
 
 def assignment(name: str, value: str, origin: str = "your command") -> str:
-    """Return `NAME=value` for a shell; a required shell variable stands for a secret value."""
+    """Return `NAME=value` for a shell; a secret value becomes `"${NAME:?as in ORIGIN}"`."""
     shown = f"{name}={value}"
     is_open = hide_secrets(shown) == shown and not (value and is_secret(name, value))
     return f"{name}={shlex.quote(value) if is_open else _required_variable(name, origin)}"
@@ -211,7 +211,7 @@ def _has_secret(text: str) -> bool:
 
 
 def _hidden(words: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the visible part of each word, and the name of the secret that follows it, if any."""
+    """Yield the visible part of each word, and the name of the secret that is left out, or ""."""
     flag = ""
     for word in words:
         is_flag = word.startswith("--") and not _DASHED_KEY.match(word)

@@ -11,7 +11,7 @@ from dsat.values.codec import Recorded
 from dsat.values.outcome import StepFacts
 from dsat.values.parallelism import DATA_ONLY, Parallelism
 
-# Factor by which measuring the minimum number of steps may exceed the time limit, since one or two
+# Measuring the minimum number of steps may take this many times the time limit, because one or two
 # steps give no confidence interval.
 FEWEST_MAY_TAKE = 3.0
 
@@ -55,8 +55,8 @@ class BatchTriple:
     def config(self) -> dict[str, int | None]:
         """Return the batch sizes under DeepSpeed's keys.
 
-        The global batch size is None where devices share samples. DeepSpeed 0.19.8 checks it
-        against different group sizes in its engine and in stage 3; the Trainer uses a third size.
+        The global batch size is None if devices share samples, because DeepSpeed 0.19.8 checks it
+        against different group sizes in its engine and in stage 3, and the Trainer uses a third.
         """
         is_plain = self.parallelism == DATA_ONLY
         return {
@@ -73,11 +73,11 @@ class TrialOptions(Recorded):
     Attributes:
         timeout_s: time limit of a trial, from its start on the devices.
         start_step, end_step: first and last optimizer step to measure, counted from 1.
-        max_steps: limit on the steps while the confidence interval is too wide to tell whether the
-            trial beats the best so far.
+        max_steps: most steps to measure, if the confidence interval remains too wide to tell
+            whether the trial beats the best so far.
         slot_memory_bytes: memory that a device may use, if less than it has.
-        own_micro_batch: micro batch of the user's own configuration, to recognise a script that
-            ignores its trial's configuration; None if unknown.
+        own_micro_batch: micro batch of the user's own configuration, by which a rank recognises a
+            script that ignores its trial's configuration; None if unknown.
         warm_up_s, measured_s: minimum durations on an accelerator, whose clock rates change with
             the load.
     """
@@ -98,8 +98,9 @@ class KnownBefore:
 
     Attributes:
         flops_per_sample: model FLOPs of one sample, forward and backward; None until counted.
-        to_beat: the metric and its best value so far; empty if there is none, or if the metric has
-            no interval. A trial that is clearly worse ends its measurement early.
+        batch_dimensions, fed_instead: see `ModelProfile`.
+        to_beat: the metric and its best value so far; empty if there is no value yet, or if the
+            metric has no interval. A trial that is clearly worse ends its measurement early.
         longest_s: time limit of the measurement in seconds; None for no limit.
         own_steps: facts about the steps of the user's own configuration; None until measured.
     """
@@ -121,8 +122,9 @@ class Trial(KnownBefore, Recorded):
         name: descriptive (`z2_gas1_tmbspg4`) and unique in the run.
         overrides: DeepSpeed settings that replace those of the user's configuration.
         strategy: name of its `Strategy` (`z2_offload`); by default the stage alone (`z2`).
-        predicted_bytes: predicted peak memory of a device; None without a prediction.
         script_args: values of the script's switches (`gradient_checkpointing`).
+        lineage, note: `arm` and `note` of the search's `Proposal`.
+        predicted_bytes: predicted peak memory of a device; None without a prediction.
         batch_flag: flag of the script that must also get the micro batch; empty if none.
     """
 
