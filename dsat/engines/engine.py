@@ -215,6 +215,8 @@ class LocalEngine:
     def _start_waiting(self) -> None:
         while self._waiting and not self._devices.failure:
             start = self._waiting[0]
+            if self._retries.one_at_a_time and start.simulation_folder is None:
+                start = replace(start, alone=True)
             # An optimizer that is offloaded to the host needs all its cores and memory.
             on_host = of_config(self._builder.config_of(start)).offloads
             alone = start.alone or (on_host and not self._hosts[0].machine.is_cpu)

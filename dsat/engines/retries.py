@@ -23,6 +23,11 @@ NO_SEGMENTS = (
     "by default: they run without, as with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
 )
 AGAIN_ALONE = "it failed, and was run again alone"
+FIXED_PORT = (
+    "trials now run one at a time: the script seems to use the same port each time, which only one "
+    "trial can have"
+)
+_FIXED_AFTER = 2  # trials that failed beside others because a port was taken, but ran alone
 _WARNINGS = {StartMethod.FRESH: FRESH_PROCESSES_ONLY, StartMethod.COMMAND: COMMAND_AGAIN}
 _NO_FORK_CUDA = (
     "Cannot re-initialize CUDA in forked subprocess",
@@ -80,6 +85,13 @@ class Retries:
         self._is_proven = False  # a trial whose ranks dsat started was successful
         self._retried: dict[int, RetryReason] = {}
         self._same_alone: set[str] = set()  # messages of trials that failed again
+        self._port_taken: set[int] = set()  # trials that failed because another had the port
+        self._freed = 0  # number of these that ran alone
+
+    @property
+    def one_at_a_time(self) -> bool:
+        """Whether trials must not run at the same time, because the script uses a fixed port."""
+        return self._freed >= _FIXED_AFTER
 
     def note_warm_up(self, cannot_fork: str) -> None:
         """Record why ranks cannot be forked; empty if they can be."""
@@ -112,7 +124,8 @@ class Retries:
             return RetryReason.SEGMENTS
         is_of_port = outcome.kind is OutcomeKind.ERROR and _has_part_of(text, _ADDRESS_IN_USE)
         if is_of_port and running.beside:
-            return RetryReason.ALONE  # another trial has it
+            self._port_taken.add(running.trial.id)  # another trial has the port
+            return RetryReason.ALONE
         if method := self._next_method(running, outcome):
             self.method, self.failure = method, outcome.message
             return RetryReason.METHOD
@@ -133,6 +146,9 @@ class Retries:
             warnings.append(NO_SEGMENTS)
         elif reason is RetryReason.ALONE:
             warnings.append(AGAIN_ALONE)
+            if outcome.ok and running.trial.id in self._port_taken:
+                self._freed += 1
+                warnings += [FIXED_PORT] if self._freed == _FIXED_AFTER else []
         elif self._cannot_fork and self._is_first(running):
             warnings.append(f"{FRESH_PROCESSES_ONLY} ({self._cannot_fork})")
         self._is_proven |= outcome.ok and not running.start.is_own

@@ -14,6 +14,7 @@ import torch
 from dsat.engines.engine import LocalEngine
 from dsat.engines.machines import accelerators, machine
 from dsat.engines.machines.machine import Machine
+from dsat.engines.retries import FIXED_PORT
 from dsat.errors import EngineError
 from dsat.in_trial import loopback
 from testing.helpers import ran
@@ -117,19 +118,43 @@ def test_an_offloading_trial_runs_alone(hosts: ScriptedHosts, engine_of: Make) -
     assert [number for number, _ in engine.poll(1)] == [4]
 
 
+def test_trials_that_need_the_same_port_run_one_at_a_time(
+    hosts: ScriptedHosts, engine_of: Make
+) -> None:
+    """The script sets MASTER_PORT itself, as the documentation of transformers does."""
+    engine, hosts.holds = engine_of(), {1, 2, 3}
+    for number in (1, 2, 3):
+        engine.launch(trial_of(number))
+    for number in (2, 3):
+        assert fails(engine, hosts, number, "OSError: [Errno 98] Address already in use") == []
+    hosts.holds = False
+    told = dict(ended for _ in range(3) for ended in engine.poll(1))
+    assert [number for number in told if told[number].ok] == [1, 2, 3]
+    assert [FIXED_PORT in told[number].warnings for number in told] == [False, False, True]
+    hosts.holds = True
+    for number in (4, 5):
+        engine.launch(trial_of(number))
+    assert 5 not in hosts.given
+
+
 # -- devices that fail
 
 
-def fails_by_device(engine: LocalEngine, hosts: ScriptedHosts, number: int) -> Any:
-    """Have the last start of a trial end with an error of its device; return what is told."""
+def fails(engine: LocalEngine, hosts: ScriptedHosts, number: int, message: str) -> Any:
+    """Have the last start of a trial end with an error; return what is told."""
     folder = Path(hosts.given[number][-1].folder)
-    said = {"kind": "ERROR", "message": "RuntimeError: CUDA error: launch failure"}
+    said = {"kind": "ERROR", "message": message}
     (folder / "rank0.json").write_text(json.dumps({**ran().to_json(), **said, "metrics": None}))
-    hosts.ends[number], hosts.holds = ([1], [False]), False
+    others, hosts.ends[number] = hosts.holds, ([1], [False])
+    hosts.holds = others - {number} if isinstance(others, set) else False
     told = engine.poll(0)
     del hosts.ends[number]
-    hosts.holds = True
+    hosts.holds = others
     return told
+
+
+def fails_by_device(engine: LocalEngine, hosts: ScriptedHosts, number: int) -> Any:
+    return fails(engine, hosts, number, "RuntimeError: CUDA error: launch failure")
 
 
 def test_a_device_error_is_tried_again_once_and_the_second_ends_the_run(
