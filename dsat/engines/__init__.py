@@ -1,4 +1,4 @@
-"""Interface of engines, which run trials; the package also holds the local engine."""
+"""Interface of engines, which run trials, and the engine for this machine and clusters."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from dsat.in_trial.rank_files import Progress
 
 
 class Phase(enum.Enum):
-    """The phases of a process; the values describe them to people."""
+    """The phases of a process; the values describe the phases to users."""
 
     INERT = "no trial runs in the process"
     PREPARING = "a trial's script prepares its training"
@@ -34,8 +34,10 @@ class Calls:
     """Functions that adapters call for a trial.
 
     Attributes:
-        before_engine: get and may change the arguments of `deepspeed.initialize`, by name.
-        make_engine: in simulations, called with `deepspeed.initialize` and its arguments instead.
+        before_engine: called with the arguments of `deepspeed.initialize`, by name, which they
+            may change.
+        make_engine: in simulations, called instead of `deepspeed.initialize`, with this function
+            and its arguments.
         before_model: called once, before the script builds its first model.
         around_compilation: makes a context in which DeepSpeed compiles an operator.
     """
