@@ -176,7 +176,7 @@ class OwnCommand:
             self.running.ended[_HERE] = message
 
     def _failure(self, ranks: Sequence[RankStart]) -> DsatError:
-        """Return the error of a command some of whose ranks did not begin to train."""
+        """Return the error of a command if some of its ranks did not begin to train."""
         log = trial_result.log_tail(self.folder)
         # Read the report of a rank, too: the command may log to a file.
         report = next(iter(trial_result.read_reports(self.folder, 0.0)), None)

@@ -61,7 +61,7 @@ _Inbox = queue.Queue[tuple[int, dict[str, Any] | None]]
 
 
 class Supervisors:
-    """Supervisors on all hosts, which the constructor starts, and exchange of messages with them.
+    """Connections to the supervisors of all hosts, which the constructor starts.
 
     Args:
         folder: folder of the run.
@@ -234,7 +234,7 @@ class Supervisors:
     def _ask(
         self, requests: Mapping[int, Mapping[str, Any]], limit_s: float
     ) -> dict[int, dict[str, Any]]:
-        """Return the answers of all hosts; keep other messages for `receive`.
+        """Send requests to all hosts; return their answers, and keep other messages for `receive`.
 
         Lost hosts have no answer. Hosts that do not answer within `limit_s` are lost, too.
 

@@ -67,7 +67,7 @@ class CreatedFolders:
 
 
 def log_files(cross_rank: int) -> list[str]:
-    """Return the names of a host's logs; hosts have different logs, as they cannot share files."""
+    """Return the names of one host's logs; no two hosts can append to the same file."""
     part = f"-{cross_rank}" if cross_rank else ""
     return [f"stdout{part}.log", f"stderr{part}.log"]
 

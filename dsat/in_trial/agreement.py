@@ -52,7 +52,7 @@ class Ranks:
         return [value / ranks for value in total]
 
     def slowest(self, rows: list[list[float]]) -> list[list[float]]:
-        """Return the maximum over the ranks for each element; all rows have equal width."""
+        """Return the maximum over the ranks for each element of rows of equal width."""
         flat = self.maximum([value for row in rows for value in row])
         width = len(rows[0])
         return [flat[i : i + width] for i in range(0, len(flat), width)]

@@ -106,7 +106,7 @@ class BatchCounter:
     def __init__(self, spec: MeterSpec) -> None:
         self._micro_batch = spec.micro_batch
         self._own = spec.options.own_micro_batch
-        self._known = spec.batch_dimensions  # of the profile trial
+        self._known = spec.batch_dimensions  # sample dimensions in the profile trial
         self._fed_before = spec.fed_instead  # in the profile trial
         self._parts = spec.parallelism.sequence  # devices that share a sequence
         self._carriers: dict[str, int] | None = None  # the sample dimension by place
@@ -204,7 +204,7 @@ class BatchCounter:
         return [d for d in candidates if _size(shape, d) == self._micro_batch]
 
     def _feeds(self, own: int, shapes: Mapping[str, Shape]) -> bool:
-        """Return whether all tensors certainly have the user's own micro batch as rows.
+        """Return whether all tensors certainly have as many rows as the user's own micro batch.
 
         Twice the trial's micro batch may be pairs (a chosen and a rejected answer), unless the
         profile trial found the sample dimension of one of these tensors.

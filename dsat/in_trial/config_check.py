@@ -103,7 +103,7 @@ class _Section(dict[str, Any]):
 
 
 def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
-    """Check a configuration by DeepSpeed itself; "auto" counts as unset.
+    """Check a configuration with DeepSpeed itself; "auto" counts as unset.
 
     Each key is parsed alone, to locate problems. If there are none and the configuration is whole,
     all keys are then parsed together.
@@ -179,7 +179,7 @@ def _read(config: Mapping[str, Any]) -> tuple[_Section, Exception | None]:
 
 
 def _is_of_model(error: Exception) -> bool:
-    """Return whether a pydantic model refused a key or a type, rather than a combination."""
+    """Return whether a pydantic model refused a key or a type, not a combination of settings."""
     from pydantic import ValidationError
 
     return isinstance(error, ValidationError) and error.errors()[0]["type"] not in _BY_HAND

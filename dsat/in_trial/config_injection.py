@@ -70,8 +70,8 @@ def replace(
 ) -> None:
     """Replace the configuration that a call passes with the trial's.
 
-    The trial's "auto" values are filled in from the replaced configuration, unless the attribute
-    `deepspeed_config` of `args` names it.
+    The trial's "auto" values are filled in from the replaced configuration, unless that is the file
+    named by `args.deepspeed_config`.
     """
     if passed.name == _BY_ATTRIBUTE:
         arguments["args"].deepspeed_config = str(path)

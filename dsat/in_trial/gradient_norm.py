@@ -14,7 +14,7 @@ from typing import Any
 class GradientNorm:
     """Norm of the gradients in an engine's first step.
 
-    `is_known`: whether one rank can know the norm; if False, it is None.
+    `is_known`: whether each rank can know the norm; if False, the norm is None.
     """
 
     def __init__(self, engine: Any, *, is_known: bool) -> None:

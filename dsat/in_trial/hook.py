@@ -61,7 +61,7 @@ class _Process:
             os.environ.update(wanted)
 
     def watch(self) -> None:
-        """Install the adapters before other modules bind functions; register begin and end."""
+        """Install the adapters before other modules bind functions; register hooks for a rank."""
         import wrapt
 
         from dsat.in_trial.adapters import install
@@ -70,7 +70,7 @@ class _Process:
         install.begin(self._folder)
         names = ["deepspeed", "transformers"]  # imported before their adapted modules
         if self._is_rank:
-            names.append("determined")  # whose harness imports the script later
+            names.append("determined")  # its harness imports the script later
             # A rank may end before it imports DeepSpeed.
             TRIAL.on_uncaught = lambda error: self._this_rank().fail(error)
             atexit.register(lambda: self._this_rank().finish())

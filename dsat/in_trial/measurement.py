@@ -201,7 +201,7 @@ class Measurement:
         return min(limit, seen + max(1, wanted - usable))
 
     def _is_beaten(self, metrics: Metrics) -> bool:
-        """Return whether even the better end of the confidence interval is worse than the best."""
+        """Return whether even the better end of the interval is worse than the best so far."""
         return any(
             (value := metrics.value(name)) is not None
             and Objective(name).gain(best, value) * (1 - metrics.ci95) > 1

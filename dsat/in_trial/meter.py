@@ -98,7 +98,7 @@ class Meter:
 
     @property
     def outcome(self) -> Outcome | None:
-        """The failure that ended the measurement, or else the result so far; None without both."""
+        """Failure that ended the measurement, or else the result so far; None if neither exists."""
         measured = None if self._measurement is None else self._measurement.outcome
         return measured if self._failed is None else self._failed
 

@@ -13,7 +13,7 @@ _PARAMETER = "AccumulateGrad"
 def compares_samples(loss: Any, micro_batch: int, ranks: int) -> bool:
     """Return whether a loss multiplies outputs of all pairs of samples.
 
-    Then the loss's graph has a product of two computed matrices, which are not parameters. Each
+    Such a loss has a product of two computed matrices, which are not parameters, in its graph. Each
     sample of one rank, or of all ranks, has one row, or two rows for two views. The columns are as
     many as the rows, or a multiple: twice as many (hard negatives), or once or twice as many for
     each rank (samples of other ranks).
@@ -47,7 +47,7 @@ def _size_of_product(node: Any) -> tuple[int, int] | None:
         first, second = node._saved_self.shape, node._saved_mat2.shape
     except (RuntimeError, AttributeError):  # the graph has released them
         return None
-    return (int(first[1]), int(second[2])) if first[0] == 1 else None  # only a batch of one product
+    return (int(first[1]), int(second[2])) if first[0] == 1 else None  # one product
 
 
 def _is_parameter(node: Any) -> bool:

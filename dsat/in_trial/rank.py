@@ -220,7 +220,8 @@ class Rank:
     def _outcome_of(self, error: BaseException) -> Outcome:
         """Return the outcome of a process that ends with an error.
 
-        multiprocessing, Hydra and others catch an error and call `sys.exit`; this error counts.
+        multiprocessing, Hydra and others catch an error and call `sys.exit`; the caught error then
+        counts.
         """
         if not isinstance(error, SystemExit):
             return failures.outcome(error)
@@ -271,7 +272,7 @@ class Rank:
         is_bound = len(cores) == len(os.sched_getaffinity(0))  # cores, not a quota, are the limit
         if spec.own and spec.threads and is_bound:  # use as many cores as later trials
             os.sched_setaffinity(0, cores[:size])
-        if spec.is_command and size == 1 and not spec.own:  # without them, libraries choose a port
+        if spec.is_command and size == 1 and not spec.own:  # so that libraries choose no port
             alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
             for name, value in alone.items():
                 self._env[name] = os.environ.setdefault(name, value)
@@ -279,7 +280,10 @@ class Rank:
             file.write(os.environ.get("MASTER_PORT", "") + "\n")
 
     def _complete(self, outcome: Outcome) -> None:
-        """Report the measurement; end a rank that the command started. The meter ends others."""
+        """Report the measurement; if the user's command started this rank, end it here.
+
+        The meter ends other ranks.
+        """
         if self._spec.is_command:
             self._end(outcome)
         else:

@@ -41,7 +41,7 @@ def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
         if written or passed is None:
             return
         config = passed.content
-        if config_injection.accelerate_makes_engines():  # which computes this from the others
+        if config_injection.accelerate_makes_engines():  # it computes the total itself
             config = {key: value for key, value in config.items() if key != "train_batch_size"}
         if (shared := config_injection.shared_sequences(arguments)) > 1:
             config = {**config, SEQUENCE_SIZE: shared}

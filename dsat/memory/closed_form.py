@@ -210,7 +210,8 @@ def _stage_3(s: Setup) -> _Parts:
     total, trained, size = s.facts.num_params, s.facts.trainable_params, s.model_bytes
     bucket, largest = s.bucket * size, s.facts.largest_param
     own, reduced = 0 if s.offload_param else size * total / s.slots, size * min(trained, s.bucket)
-    moved = size * largest * (1 + (1 / s.slots if s.offload_param else 0))  # into its part
+    # While the largest parameter moves into its part.
+    moved = size * largest * (1 + (1 / s.slots if s.offload_param else 0))
     gathers = s.slots > 1 or s.offload_param
     # A parameter is gathered whole, whatever the limit.
     live = size * min(total, max(s.live, largest)) if gathers else 0

@@ -49,8 +49,8 @@ class MemoryEstimate(Recorded):
     """Peaks of the rank that needs most, in bytes, without the context of the device.
 
     Attributes:
-        init, forward, backward, step: peaks on the device by phase, except for `init` those of the
-            second optimizer step. On a CPU, all tensors count: device and host share one memory.
+        init, forward, backward, step: peaks on the device by phase; all but `init` hold from the
+            second optimizer step on. On a CPU, all tensors count: device and host are the same.
         host_pinned, host_pageable: peaks of the tensors on the host.
         source: `SIMULATED` or `CLOSED_FORM`.
         note: why the simulation failed; empty if it did not.

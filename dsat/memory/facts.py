@@ -129,7 +129,7 @@ class Setup:
         shared = parallelism.of_config(config)
         return cls(
             facts=facts.divided(shared),
-            slots=max(1, slots // shared.tensor),  # with the same part of each layer
+            slots=max(1, slots // shared.tensor),  # those with the same part of each layer
             model_bytes=size,
             accumulation_bytes=TYPE_BYTES[accumulated or model_type],
             model_type=model_type,

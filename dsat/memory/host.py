@@ -43,9 +43,9 @@ def loaded_bytes(facts: ModelFacts, config: Mapping[str, Any]) -> int:
 
 
 def of_host(facts: ModelFacts, config: Mapping[str, Any], rank_bytes: float, slots: int) -> int:
-    """Return the bytes that all ranks of a typical host need, at the larger of two peaks.
+    """Return the bytes that all ranks of a typical host need to load the weights and to train.
 
-    The peaks are those of loading the weights and of training.
+    Only the larger need counts.
 
     Args:
         rank_bytes: host memory of a rank while it trains.

@@ -45,7 +45,7 @@ class Anchor:
     """A configuration that was simulated.
 
     Attributes:
-        slots: number of simulated slots; None if it is the number of slots to predict.
+        slots: number of simulated slots; None if it is the number for which memory is predicted.
     """
 
     config: Mapping[str, Any]
@@ -70,10 +70,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Basis(Recorded):
-    """Basis of all predictions of a search; the first variant is the user's own.
+    """Simulations, or a profile, from which a search predicts memory.
 
-    Attributes:
-        note: why nothing was simulated; may be empty.
+    The first variant has the user's switches. `note` says why nothing was simulated, or is empty.
     """
 
     variants: tuple[Variant, ...]
@@ -83,7 +82,7 @@ class Basis(Recorded):
     def of_profile(
         cls, profile: ModelProfile, script_args: Mapping[str, Any], note: str = ""
     ) -> Basis:
-        """Return a basis without simulations, from a profile."""
+        """Make a basis from a profile, without simulations."""
         return cls((Variant(dict(script_args), ModelFacts.of_profile(profile)),), note)
 
     @classmethod

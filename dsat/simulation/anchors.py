@@ -139,7 +139,7 @@ def _of_levers(
     script_args: Mapping[str, Any],
     values: Mapping[str, Sequence[Any]],
 ) -> Iterator[Variant]:
-    """Yield a variant for each other combination of the model's switches, up to a limit.
+    """Yield a variant for each combination of the model's switches but the first, up to a limit.
 
     Combinations that cannot be simulated are left out: their trials run without a prediction.
     """

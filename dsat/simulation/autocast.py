@@ -73,7 +73,7 @@ class Autocast:
         self._follow_contexts()
 
     def _follow_contexts(self) -> None:
-        """Apply contexts for CUDA, including those already entered, to the device."""
+        """Make autocast contexts for CUDA, even those that are open, apply to the device."""
         entered, clear = torch.is_autocast_enabled("cuda"), torch.clear_autocast_cache
         if entered:
             torch.set_autocast_enabled(self._device_type, True)

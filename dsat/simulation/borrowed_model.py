@@ -42,7 +42,7 @@ End = Callable[[Mapping[str, Any]], None]
 
 
 class BorrowedModel:
-    """The model and other arguments that a script passes to `deepspeed.initialize`.
+    """The arguments that a script passes to `deepspeed.initialize`, used to simulate its model.
 
     Attributes:
         earlier: all tensors of the process when the script called `deepspeed.initialize`.
@@ -105,9 +105,9 @@ class BorrowedModel:
     def on_first_training_forward(self, serve: Callable[..., Any]) -> None:
         """Call `serve(args, kwargs)` in place of the engine's first forward pass in training.
 
-        The engine's `backward` and `step` become functions that look up their target when called:
-        `engine.backward(engine(batch))` evaluates `engine.backward` before the forward pass, which
-        sets the target.
+        The engine's `backward` and `step` look up what to do only when called: for
+        `engine.backward(engine(batch))`, Python reads `engine.backward` before the forward pass,
+        which sets what to do.
         """
         engine, original = self._engine, self._engine.forward
         self._after_forward = dict.fromkeys(("backward", "step"), _refuse_without_forward)

@@ -45,7 +45,7 @@ class Captured:
     earlier: Container[torch.Tensor]
 
     def shape_for(self, candidate: Question, tensor: torch.Tensor) -> list[int]:
-        """Return a tensor's shape with a candidate's micro batch and each rank's part of sequences.
+        """Return a tensor's shape on one rank of a candidate, by its micro batch and parallelism.
 
         A tensor older than the engine counts as batch data only with exactly one row per sample: a
         tensor of class weights, for example, has another number of rows.
@@ -176,7 +176,7 @@ class ModuleSnapshot:
 
 
 def translated(value: Any, fakes: Mapping[int, torch.Tensor]) -> Any:
-    """Replace the parameters in a list of parameters or parameter groups by their fakes."""
+    """Replace the parameters in a list of parameters or parameter groups with their fakes."""
     if isinstance(value, torch.Tensor):
         return fakes[id(value)]
     if isinstance(value, dict):
@@ -187,7 +187,7 @@ def translated(value: Any, fakes: Mapping[int, torch.Tensor]) -> Any:
 
 
 def without_state(optimizer: Any, fakes: Mapping[int, torch.Tensor]) -> Any:
-    """Return a copy of a torch optimizer for the fakes, without state; or another kind as it is."""
+    """Return a copy of a torch optimizer for the fakes, without state; return others unchanged."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     stateless = copy.copy(optimizer)

@@ -98,7 +98,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return tuple(args)
 
     def _is_view(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return True for a view of a fake tensor of this mode without other tensor arguments."""
+        """Return True for an operator that only views one tensor, a fake tensor of this mode."""
         if not _is_plain_view(func):
             return False
         first, others = args[0], (args[1:], kwargs)
@@ -170,7 +170,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _forget_parts(out: Any, inputs: Iterable[Any]) -> None:
-        """Forget the values of results of unknown inputs, even if they are partly constant."""
+        """Forget the values of results whose inputs are unknown; parts of them may be constant."""
         own = {id(tensor) for tensor in tensors_in(inputs)}
         for tensor in tensors_in([out]):
             if id(tensor) not in own and hasattr(tensor, _REAL):

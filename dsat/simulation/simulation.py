@@ -181,7 +181,7 @@ class Simulation(_FakeDevice):
         }
 
     def become(self, engine: Any) -> None:
-        """Turn the script's engine into the candidate's, since the script may hold references."""
+        """Turn the script's engine into the candidate's; the script may hold references to it."""
         object.__setattr__(engine, "__dict__", self._engine.__dict__)
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -319,7 +319,7 @@ class ActivationPass(_FakeDevice):
 
 
 def _some_loss(outputs: Any) -> torch.Tensor:
-    """Return the first scalar output with a gradient, or the summed means of all such outputs."""
+    """Return the first scalar output that requires a gradient, or else a sum over such outputs."""
     trained = [t for t in tensors_in(outputs) if t.requires_grad and t.is_floating_point()]
     if not trained:
         raise SimulationUnsupported("no output of the model depends on its parameters")

@@ -56,7 +56,7 @@ def end_processes(run: Path) -> list[int]:
 
 
 def owner_mark() -> dict[str, str]:
-    """Return an environment variable that names this process as the owner of those it starts.
+    """Return an environment variable that marks processes as started by this process.
 
     Its value holds the PID and, since PIDs recur, the boot ID, PID namespace and creation time.
     """

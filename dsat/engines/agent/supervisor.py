@@ -295,7 +295,7 @@ class Supervisor:
 
 
 def _descendants(pids: Iterable[int], *, recursive: bool = True) -> set[int]:
-    """Return the descendants of processes, in any process group; children unless `recursive`."""
+    """Return descendants of processes, in any process group; only children unless `recursive`."""
     found: set[int] = set()
     for pid in pids:
         with contextlib.suppress(psutil.Error):

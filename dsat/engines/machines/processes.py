@@ -19,9 +19,10 @@ _KILLED_WITHIN_S = 5.0
 
 
 def variables_with_dsat(own: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of this process, updated with `own`, for a Python that imports dsat.
+    """Return environment variables for a Python process that imports dsat.
 
-    That Python does not import modules of the current folder.
+    They are those of this process, updated with `own`. The Python process does not import modules
+    of its current folder.
     """
     env = {**os.environ, **own}
     path = [*filter(None, [env.get("PYTHONPATH")]), str(Path(__file__).resolve().parents[3])]

@@ -30,7 +30,7 @@ def options() -> list[Option]:
 
 
 def given_options(values: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return the values, by keyword, of the options of places that the user set.
+    """Return the user's values of the places' options, by keyword.
 
     Raises:
         UserInputError: an option does not belong to the place that `engine` names.
@@ -45,5 +45,5 @@ def given_options(values: Mapping[str, Any], engine: str) -> dict[str, Any]:
 
 
 def detect(environment: Environment) -> str:
-    """Return the name of the first place in which dsat runs, by the places' own `detect`."""
+    """Return the name of the first place whose `detect` returns True."""
     return next(name for name, provider in PROVIDERS.items() if provider.detect(environment))

@@ -1,6 +1,7 @@
 """Calls that pass through an adapter.
 
-An exception that passes through this module is not an error of dsat: see `failures`.
+An exception of a function that this module calls does not count as an error of dsat: see
+`failures`.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def open_zero_init(call: Call) -> None:
 
 
 def compile_operator(call: Call) -> Any:
-    """Show that DeepSpeed compiles an operator; meanwhile, lift a memory limit on CPUs."""
+    """Tell the user when DeepSpeed compiles an operator; suspend a memory limit on CPUs."""
     activity = f"compiling DeepSpeed's operator {call.owner.name}, once for all runs"
     with call.trial.progress.during(activity), call.trial.calls.around_compilation():
         return call.proceed()
@@ -69,7 +69,7 @@ def compile_operator(call: Call) -> Any:
 def available(call: Call) -> int:
     """Report at most the memory that `--slot-memory` allows.
 
-    By the free memory, ZeRO decides whether to flatten parameters on the device or on the host
+    From this number, ZeRO decides whether to flatten parameters on the device or on the host
     (deepspeed/runtime/zero/stage_1_and_2.py, 0.19.8).
     """
     free_bytes, meter = int(call.proceed()), call.trial.meter

@@ -36,7 +36,7 @@ def _say(call: Call, text: str) -> None:
 
 
 def remove(call: Call) -> Any:
-    """Keep files and folders older than the trial; let the script create such a folder again."""
+    """Keep files and folders older than the trial, but let the script create the folder again."""
     files, path = _files_of(call), call.argument("path", 0)
     if files is None or not files.is_to_stay(path):
         return call.proceed()

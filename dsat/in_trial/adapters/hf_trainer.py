@@ -47,7 +47,7 @@ class TrainerSettings:
             configuration and batch sizes.
         max_steps: optimizer steps that a trial's training loop must allow; None in a full-length
             run.
-        batch_in_file: whether a file sets the script's batch sizes; dsat's result is then a copy.
+        batch_in_file: whether a file sets the script's batch sizes; the user gets a changed copy.
     """
 
     trial: Trial | None
