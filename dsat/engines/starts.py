@@ -226,7 +226,7 @@ class _Plan:
     def changes(self) -> dict[str, Any]:
         """Return arguments and variables that the hook changes in the user's command.
 
-        The format is that of `CHANGES_FILE`: pairs of the user's values and the trial's.
+        `args` and `env` are pairs: the user's values and the trial's.
         """
         before, wanted = self.builder.program, self.program
         names = [n for n, value in before.env.items() if wanted.env.get(n) != value]

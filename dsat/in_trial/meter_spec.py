@@ -22,7 +22,7 @@ class MeterSpec(KnownBefore, Recorded):
             engine's own values replace them (`complete_from`).
         host_slots: slots of the host, including those of other trials.
         profile: whether the first step counts parameters, FLOPs and activations.
-        measures: whether speed is measured; False if only the profile is needed.
+        measures: whether the measured speed is used; False if only the profile is needed.
     """
 
     options: TrialOptions

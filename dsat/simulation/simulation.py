@@ -319,7 +319,10 @@ class ActivationPass(_FakeDevice):
 
 
 def _some_loss(outputs: Any) -> torch.Tensor:
-    """Return the first scalar output that requires a gradient, or else a sum over such outputs."""
+    """Return a loss: the first scalar output that requires a gradient.
+
+    If there is none, return the sum of the means of all outputs that require a gradient.
+    """
     trained = [t for t in tensors_in(outputs) if t.requires_grad and t.is_floating_point()]
     if not trained:
         raise SimulationUnsupported("no output of the model depends on its parameters")

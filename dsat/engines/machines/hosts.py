@@ -20,7 +20,7 @@ class Host:
     Attributes:
         machine: the devices; `UNSEEN` before they are inspected.
         name: name in messages; empty for the machine of `--engine local`.
-        prefix: words before a command that run it there, such as srun; empty if none are needed.
+        prefix: words to put before a command to run it there, such as srun; may be empty.
         is_here: whether this process runs on the host.
         call: on Ray, a function that runs commands there instead of `prefix` (see `Reach`).
     """

@@ -105,7 +105,7 @@ class Machine(Recorded):
         return [self.devices[slot] for slot in slots if slot < len(self.devices)]
 
     def extend(self, count: int) -> Machine:
-        """Return the machine with CPU slots added up to `count`, if only a quota limits them."""
+        """Return the machine with more CPU slots, up to `count`, if only a quota limits them."""
         if not self.has_quota or self.num_slots < self.threads:
             return self
         return replace(self, devices=self.allowed[: max(count, self.num_slots)])

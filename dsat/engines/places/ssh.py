@@ -114,7 +114,7 @@ def _identities(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
     """Return two words that identify each host, by name.
 
     Args:
-        prefixes: words before a command that run it on the host.
+        prefixes: words to put before a command to run it on each host.
 
     Raises:
         UserInputError: a host does not answer, or ssh needs a password.

@@ -37,7 +37,7 @@ _BEGIN = (
 
 
 def ssh_to(name: str, port: int | None) -> list[str]:
-    """Return the words before a command that run it on a host."""
+    """Return the words to put before a command to run it on a host."""
     return [*_SSH, *([] if port is None else ["-p", str(port)]), "--", name]
 
 

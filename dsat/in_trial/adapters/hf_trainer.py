@@ -1,7 +1,7 @@
 """Hugging Face's Trainer and accelerate inside a trial.
 
 When the script makes its `TrainingArguments`, the trial's configuration and batch sizes replace the
-script's, which may come from the command line, a file or code. A measured trial also disables
+script's, which may come from the command line, a file or code. Local trials also disable
 evaluation, reports, uploads and saving. Written for transformers 4.46 to 5.23 and accelerate 1.15.
 """
 

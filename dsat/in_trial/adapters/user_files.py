@@ -67,8 +67,8 @@ class UserFiles:
     def is_to_stay(self, given: Any) -> bool:
         """Return whether a path is protected.
 
-        It is protected if the path, or anything in a folder, is older than the trial. So is a file
-        that the script could not save, because dsat skipped that.
+        Paths older than the trial are protected, and folders that contain such paths. So are files
+        that dsat did not let the script save.
         """
         path = absolute(given)
         if path is None or self.is_scratch(path):
