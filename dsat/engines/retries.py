@@ -159,7 +159,7 @@ class Retries:
         return StartMethod.FRESH if StartMethod.FRESH in later and (of_fork or is_first) else None
 
     def _is_first(self, running: Running) -> bool:
-        """Return whether a trial profiles, or none has shown yet that dsat can start the ranks."""
+        """Return whether a trial profiles, or no trial has yet shown that dsat can start ranks."""
         has_command = self._methods[-1] is StartMethod.COMMAND
         return running.trial.profiles or (has_command and not self._is_proven)
 

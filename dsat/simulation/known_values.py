@@ -170,7 +170,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _forget_parts(out: Any, inputs: Iterable[Any]) -> None:
-        """Forget the values of results whose inputs are unknown; parts of them may be constant."""
+        """Forget the values of results whose inputs are unknown, such as partly constant ones."""
         own = {id(tensor) for tensor in tensors_in(inputs)}
         for tensor in tensors_in([out]):
             if id(tensor) not in own and hasattr(tensor, _REAL):

@@ -52,9 +52,9 @@ class UserFiles:
         self._others.append(folder.resolve())
 
     def is_scratch(self, path: Path) -> bool:
-        """Return whether a trial may write to a path.
+        """Return whether a trial may change a path without restrictions.
 
-        It may write to its own folder, to caches, to /proc and /sys, and to new temporary files.
+        Such paths are in the trial's own folder, caches, /proc and /sys, or new temporary files.
         """
         known = (self._folder, *self._others, *_KERNEL_FOLDERS, *_caches())
         if any(map(path.is_relative_to, known)):
