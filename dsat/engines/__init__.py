@@ -1,4 +1,4 @@
-"""Interface of engines, which run trials; the package also holds the local engine."""
+"""Engines, which run trials: their interface, and the engine for one or several hosts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Engine(Protocol):
         ...
 
     def launch(self, trial: Trial) -> None:
-        """Start a trial; queue it if a device that the caller counted on was just lost.
+        """Start a trial, or queue it while too few devices are free, as after the loss of a host.
 
         Raises:
             EngineError: no trial can run.

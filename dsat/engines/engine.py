@@ -1,4 +1,4 @@
-"""Local engine: placement and life cycle of trials on the hosts of a run."""
+"""The engine that places trials on the hosts of a run, starts them and reports their ends."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ from dsat.values.zero_strategy import of_config
 _log = logging.getLogger(__name__)
 _SIMULATION_POLL_S = 0.05
 _AGAIN = "-again"  # suffix of the folder of a trial that runs again after losing a host
-# What ended a host or a rank, such as the end of an allocation, may soon end the other hosts and
-# this process as well. Without this pause the second attempt would fail, too, and count as failed.
+# The cause that ended a host or a rank, such as the end of an allocation, may soon end the other
+# hosts and this process. Without this pause, the second attempt would fail, too, and count.
 _RETRY_AFTER_S = 1.0
 
 
 class LocalEngine:
-    """Engine that runs trials as processes of this machine or of several.
+    """Engine that runs trials as processes on one or several hosts.
 
     Args:
         hosts: hosts with equal numbers of devices; simulations run on the first. Several hosts must
             share the run's folder and the model's.
-        own: the user's own command, already running, which becomes the first trial.
+        own: the user's command, already running, which becomes the first trial.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class LocalEngine:
 
     @property
     def num_slots(self) -> int:
-        """Number of usable devices; those of one trial if each runs the user's whole command."""
+        """Number of usable devices; if trials run the user's whole command, at most one trial's."""
         usable = self._slots.usable
         return min(usable, self._slots.needed) if self.needs_command else usable
 
@@ -116,7 +116,7 @@ class LocalEngine:
     def train(self, trial: Trial) -> Path:
         """Start a full-length, unmeasured run with a trial's configuration; return its folder.
 
-        Its outcome comes from `poll` under the id `FULL_RUN_ID`.
+        `poll` returns its outcome with the id `FULL_RUN_ID`.
         """
         run = self._builder.run
         folder, number = run / "full", 2
@@ -128,10 +128,12 @@ class LocalEngine:
         return folder
 
     def start_simulation_server(self, messages: Path, script_args: Mapping[str, Any]) -> Path:
-        """Start the script on no device, to simulate its model, unless the first host is lost.
+        """Start the script without a device, to simulate its model, unless the first host is lost.
 
-        Returns a path where a JSON file appears if the script fails; its `message` says why.
         Questions and answers are files in the folder `messages`.
+
+        Returns:
+            The path at which a JSON file appears if the script fails; its `message` says why.
         """
         start = self._builder.simulation(messages, script_args)
         self._begin_trials()
@@ -165,7 +167,7 @@ class LocalEngine:
         return ended
 
     def cancel(self, trial_id: int) -> None:
-        """End a running trial (CANCELED unless it has a result), or drop a waiting one."""
+        """End a running trial, which is CANCELED unless it has a result; or drop a waiting one."""
         self._waiting = [start for start in self._waiting if start.trial.id != trial_id]
         if trial_id in self._running:
             self._running[trial_id].canceled = True
@@ -192,7 +194,7 @@ class LocalEngine:
     def _begin_trials(self) -> None:
         """Start the supervisors of all hosts, unless they run already.
 
-        It ends the user's own command first, because imports would disturb its measurement.
+        End the user's command first, because a supervisor's imports would disturb its measurement.
         """
         if self._has_begun:
             return
@@ -217,7 +219,7 @@ class LocalEngine:
             start = self._waiting[0]
             if self._retries.one_at_a_time and start.simulation_folder is None:
                 start = replace(start, alone=True)
-            # An optimizer that is offloaded to the host needs all its cores and memory.
+            # An optimizer that is offloaded to the host needs all of the host's cores and memory.
             on_host = of_config(self._builder.config_of(start)).offloads
             alone = start.alone or (on_host and not self._hosts[0].machine.is_cpu)
             shares = self._slots.find_room(start, self._running.values(), alone=alone)
@@ -244,7 +246,7 @@ class LocalEngine:
             if not (self._running or self._waiting):
                 self._slots.check_enough()
             self._start_waiting()
-            # A trial that has ended by now was in time, however long this process was busy.
+            # A trial that has ended by now did not time out, however long this process was busy.
             messages = self._supervisors.receive(0.0)
             if not messages:
                 now = time.monotonic()
@@ -275,7 +277,7 @@ class LocalEngine:
         if not running.running_hosts:
             self._handle_end_of_trial(running)
         elif any(message["statuses"]):
-            # As on a single host: the other ranks soon fail, too; their reports may explain more.
+            # As on a single host: the other ranks soon fail, and their reports may explain more.
             self._end(running, grace_s=GRACE_AFTER_FAILURE_S)
         elif running.trial.id != FULL_RUN_ID:
             self._end(running, grace_s=LINGER_S)
@@ -356,9 +358,9 @@ def _methods(
 
 
 def _rename_to_trial(folder: Path) -> None:
-    """Give the folder of a trial that ran again after losing a host its usual name."""
+    """Give a trial's folder its usual name, if the trial ran again after the loss of a host."""
     home = folder.with_name(folder.name.removesuffix(_AGAIN))
     if home != folder:
         left = home.rename(home.with_name(f"{home.name}-lost"))
         folder.rename(home)
-        shutil.rmtree(left, ignore_errors=True)  # a host that is cut off may hold files open
+        shutil.rmtree(left, ignore_errors=True)  # a lost host may hold files open

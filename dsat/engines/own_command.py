@@ -1,4 +1,4 @@
-"""First trial: the user's command, run unchanged while recording how its ranks start."""
+"""The first trial: the user's command, unchanged, while dsat records how its ranks start."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 _POLL_S = 0.1
-_CHECK_S = 0.5  # between looks at all processes; from torch to a training it takes longer
+_CHECK_S = 0.5  # between looks at all processes; a script needs longer from torch to its training
 _LAST_LINES = 50
 _HERE = 0
 _OWN = Trial(0, TrialKind.BASELINE, "own", 0, BatchTriple(1, 1, 1), {})
@@ -54,12 +54,12 @@ class OwnCommand:
     Args:
         command: the program with its arguments, as typed.
         options: measurement options; their time limit also applies to `ranks`.
-        measures: if False, ranks pause instead of training once they are recorded, until `close`.
+        measures: if False, ranks do not train: once recorded, they pause until `close`.
         ranks: number of processes of the command to start, with a launcher's variables; None if the
             command starts its ranks itself.
 
     Attributes:
-        env: variables of the command, except that `PYTHONPATH` lacks dsat's folders.
+        env: environment variables of the command, without dsat's folders in `PYTHONPATH`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class OwnCommand:
 
         Raises:
             UserInputError: the command is not one training on one machine, or cannot be tuned.
-            ScriptFailed: the command ended, or the time limit passed, before all ranks called it.
+            ScriptFailed: before all ranks called it, the command ended or the time limit passed.
             EngineError: the supervisor ended.
         """
         began_s = time.monotonic()
@@ -139,9 +139,9 @@ class OwnCommand:
         )
 
     def become(self, start: Start, config: Mapping[str, Any]) -> Running:
-        """Register this run as a trial, and write the trial's configuration.
+        """Register the running command as a trial, and write the trial's configuration.
 
-        Until `move_files` or `close`, the trial's folder is a link to the folder of this run.
+        Until `move_files` or `close`, the trial's folder is a link to the command's folder.
         """
         start.folder.parent.mkdir(parents=True, exist_ok=True)
         start.folder.symlink_to(self.folder)
@@ -176,7 +176,7 @@ class OwnCommand:
             self.running.ended[_HERE] = message
 
     def _failure(self, ranks: Sequence[RankStart]) -> DsatError:
-        """Return the error of a command whose ranks did not all begin to train."""
+        """Return the error of a command if some of its ranks did not begin to train."""
         log = trial_result.log_tail(self.folder)
         # Read the report of a rank, too: the command may log to a file.
         report = next(iter(trial_result.read_reports(self.folder, 0.0)), None)
@@ -223,8 +223,8 @@ class OwnCommand:
     def _check_hook(self) -> None:
         """Raise UserInputError if a process with torch and a socket lacks dsat's hook.
 
-        It would train unmeasured, and overwrite checkpoints. Processes that a rank starts lack the
-        hook on purpose. Others that prepare data open no socket.
+        Such a process would train unmeasured, and overwrite checkpoints. Processes that a rank
+        starts lack the hook on purpose. Other processes that prepare data open no socket.
         """
         if time.monotonic() < self._checks_hook_s:
             return
@@ -264,12 +264,12 @@ def _connections(process: psutil.Process) -> Sequence[Any]:
 
 
 def _is_below_rank(process: psutil.Process) -> bool:
-    """Return whether a rank that dsat started has started a process, directly or not."""
+    """Return whether a process descends from a rank that dsat started."""
     own = itertools.takewhile(lambda parent: parent.pid != os.getpid(), process.parents())
     return any(RANK_VARIABLE in each.environ() for each in own)
 
 
 def _drop_hook(env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a command with the `PYTHONPATH` of this process, without the hook."""
+    """Return a command's variables with the `PYTHONPATH` of this process, which lacks the hook."""
     own = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
     return {name: value for name, value in env.items() if name != "PYTHONPATH"} | own

@@ -15,10 +15,13 @@ _FIRST, _LAST, _CHOSEN_FROM = 1024, 65535, 12_000
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that are free on this machine's loopback; raise EngineError without enough.
+    """Return ports that are free on this machine's loopback interface.
 
-    If possible, they lie below the kernel's range for outgoing connections. Such a connection could
-    take a port of that range in the seconds before a cold rank listens on it.
+    If possible, the ports lie below the kernel's range for outgoing connections. A connection could
+    take a port of that range in the seconds before a rank has started and listens on it.
+
+    Raises:
+        EngineError: there are too few free ports.
     """
     first = _FIRST
     with contextlib.suppress(OSError, ValueError):

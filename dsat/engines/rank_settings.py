@@ -1,4 +1,4 @@
-"""Variables and processor cores of ranks, the same in trials and in training."""
+"""Environment variables and processor cores of ranks, the same in trials and in training."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dsat.engines.machines.hosts import Share
 from dsat.engines.machines.machine import Machine
 from dsat.values.zero_strategy import of_config
 
-# Without expandable segments, fragmentation can exhaust the memory of a device of which enough is
-# free in total. All versions of torch read this variable.
+# Without expandable segments, an allocation can fail because of fragmentation, although enough
+# memory is free in total. All versions of torch read this variable.
 _ALLOCATOR_SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 _ALLOCATOR_VARIABLES = {*_ALLOCATOR_SETTINGS, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 
@@ -19,8 +19,8 @@ _ALLOCATOR_VARIABLES = {*_ALLOCATOR_SETTINGS, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP
 def make_command_settings(machine: Machine, given: Mapping[str, str]) -> dict[str, str]:
     """Return variables that affect memory and speed, for a command that starts its ranks.
 
-    On a CPU, whose slots are cores, they include the number of threads; elsewhere the command's
-    launcher sets that number.
+    On a CPU, where slots are cores, they include the number of threads. On other devices, the
+    command's launcher sets that number. `given`: the command's own variables, which stay.
     """
     settings = {"OMP_NUM_THREADS": "1"} if machine.is_cpu else {}
     if machine.expandable_segments and not _ALLOCATOR_VARIABLES & given.keys():
@@ -37,8 +37,10 @@ def make_rank_settings(
 ) -> dict[str, str]:
     """Return variables that affect memory and speed, for ranks that dsat starts.
 
-    Variables that the user set (`given`) stay, except for OMP_NUM_THREADS on a CPU, whose slots are
-    cores, or if ranks are bound to cores. `ranks` is the number of ranks on a host.
+    Args:
+        ranks: number of ranks on each host.
+        given: the user's variables, which stay. Only OMP_NUM_THREADS is replaced, on a CPU, where
+            slots are cores, or if ranks are bound to cores.
     """
     settings = make_command_settings(machine, given)
     sharers = _sharers(machine, config, ranks)
@@ -59,7 +61,7 @@ def make_rank_settings(
 def binding_options(
     machine: Machine, program: Entrypoint, config: Mapping[str, Any], ranks: int
 ) -> list[str]:
-    """Return the options of DeepSpeed's launcher that give ranks as many cores as in trials."""
+    """Return the options of DeepSpeed's launcher that bind ranks to as many cores as in trials."""
     sharers, own = _sharers(machine, config, ranks), sorted(program.launch.core_list)
     if sharers > ranks:
         among = _shared_cores(machine, program)
@@ -72,7 +74,7 @@ def binding_options(
 def find_cores(
     share: Share, local_rank: int, program: Entrypoint, config: Mapping[str, Any]
 ) -> list[int]:
-    """Return the cores that a rank is bound to; empty if it may use all."""
+    """Return the cores to which a rank is bound; empty if it may use all cores."""
     machine, ranks = share.host.machine, share.ranks
     if machine.has_quota:
         return []
@@ -91,8 +93,11 @@ def select_cores(cores: Sequence[int], place: int, sharers: int) -> list[int]:
     """Select adjacent cores for one of several ranks that share them.
 
     If all NUMA nodes have equal numbers of ranks, a rank's cores are in one node. So is its memory,
-    since Linux allocates a page on the node that first touches it. `place` is the rank's position
-    among the sharers.
+    since Linux allocates a page on the node that first touches it.
+
+    Args:
+        place: the rank's position among the sharers.
+        sharers: number of ranks that share the cores.
     """
     share = max(1, len(cores) // sharers)
     place %= max(1, len(cores) // share)  # with more ranks than cores, some ranks share a core
@@ -104,7 +109,7 @@ def _shared_cores(machine: Machine, program: Entrypoint) -> Sequence[int]:
 
 
 def _sharers(machine: Machine, config: Mapping[str, Any], ranks: int) -> int:
-    """Return the number of ranks, of all concurrent trials, that share the cores of a host.
+    """Return the number of ranks that share the cores of a host, counting all concurrent trials.
 
     A trial that offloads runs alone on its hosts, because its optimizer uses the cores.
     """

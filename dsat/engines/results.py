@@ -1,4 +1,4 @@
-"""Outcome of a trial, read from the files of its ranks."""
+"""The outcome of a trial, read from the files of its ranks."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ _EXIT_OF_RANK = re.compile(
     r"|died with <Signals\.\w+: (?P<accelerate>\d+)>"
 )
 _SIGNALS = frozenset(map(int, signal.Signals))  # some numbers below 64 have no name
-# Signals N that an exit status of 256 - N stands for; not 1, as programs may exit with -1 (255).
+# Signals N that an exit status of 256 - N indicates; not 1, as programs may exit with -1 (255).
 _CRASHES = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
 _KILLED_FOR_MEMORY = "was killed with SIGKILL, most likely because the host ran out of memory"
 
 
 def read_outcome(running: Running, *, timeout_s: float) -> Outcome:
-    """Return the outcome of a run whose ranks have all ended.
+    """Return the outcome of a trial whose ranks have all ended.
 
-    A measurement counts whatever the exit statuses are, since a process may still fail at its exit.
-    A full-length run, which measures nothing, is OK if all statuses are 0.
+    A measurement counts whatever the exit statuses are, since a process may fail later, at its
+    exit. A full-length run, which measures nothing, is OK if all statuses are 0.
     """
     folder = running.folder
     duration_s = round(time.monotonic() - running.began_s, 3)
@@ -70,15 +70,15 @@ def read_outcome(running: Running, *, timeout_s: float) -> Outcome:
 
 
 def status_of(running: Running) -> int:
-    """Return the first nonzero exit status of the processes, else 0; negative for a signal."""
+    """Return the first nonzero exit status of a trial's processes, or 0; negative for a signal."""
     return next(filter(None, running.collect_by_rank("statuses")), 0)
 
 
 def _failure(running: Running, reports: list[Outcome]) -> Outcome:
-    """Return the outcome of a run that ended by itself before it was measured.
+    """Return the outcome of a trial that ended by itself before it was measured.
 
-    The first of these decides: a report of OOM, which explains the failures of other ranks; a rank
-    killed with SIGKILL; the earliest report; a signal or exit status.
+    The first of these that exists decides: a report of OOM, which explains the failures of other
+    ranks; a rank killed with SIGKILL; the earliest report; a signal or exit status.
     """
     out_of_memory = [outcome for outcome in reports if outcome.kind is OutcomeKind.OOM]
     if out_of_memory:
@@ -136,9 +136,10 @@ def _read_command_outcome(running: Running, reports: list[Outcome]) -> Outcome:
 
 
 def _quote_last_line(folder: Path, shown: str) -> str:
-    """Return the script's last line of standard error; empty if that has a traceback.
+    """Return ": " and the last line that the script wrote to standard error.
 
-    `shown` is what a forked rank adds.
+    Return an empty text if standard error has a traceback. `shown` is text that the forked rank,
+    not the script, wrote there.
     """
     log = "\n".join(_read_log(folder)).replace(shown.strip(), "").strip()
     lines = [line for line in log.splitlines() if "%|" not in line]  # no progress bars
@@ -151,7 +152,7 @@ def _signal_of_rank(log: Sequence[str], status: int) -> int | None:
 
     Args:
         log: standard error in lines, including the launcher's.
-        status: exit status of the command; for a signal N: -N, 128 + N (shells), or 256 - N.
+        status: exit status of the command. Signal N gives -N, 128 + N (shells), or 256 - N.
     """
     for line in log:
         if found := _EXIT_OF_RANK.search(line):
@@ -164,7 +165,7 @@ def _signal_of_rank(log: Sequence[str], status: int) -> int | None:
 
 
 def read_reports(folder: Path, duration_s: float) -> list[Outcome]:
-    """Return the failures that ranks reported, the earliest first; `duration_s` is set in each."""
+    """Return the failures that ranks reported, the earliest first, each with this `duration_s`."""
     found = []
     for path in folder.glob(result_file("*")):
         outcome = _read(path)
@@ -183,17 +184,17 @@ def _read(path: Path) -> Outcome | None:
 
 
 def log_tail(folder: Path, cross_rank: int = 0) -> str:
-    """Return the last lines of standard error of a trial's ranks on a host.
+    """Return the last lines of the standard error of a trial's ranks on one host.
 
-    `cross_rank` is the position of the host among the hosts of the trial.
+    `cross_rank`: position of the host among the trial's hosts.
     """
     return "\n".join(_read_log(folder, cross_rank)[-_LOG_TAIL_LINES:])
 
 
 def _read_log(folder: Path, cross_rank: int = 0) -> list[str]:
-    """Return the end of standard error without a launcher's report of the failure.
+    """Return the end of standard error, without a launcher's report of the failure.
 
-    That may be longer than the error of the rank.
+    The report may be longer than the rank's own error.
     """
     lines = read_end(folder / log_files(cross_rank)[1])
     launchers = next((n for n, line in enumerate(lines) if line.startswith(_OF_LAUNCHERS)), None)

@@ -1,4 +1,4 @@
-"""Retries of failed trials, at most one of each trial, for one of several reasons."""
+"""Decisions to run failed trials again, each at most once."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ _NO_FORK_CUDA = (
     "CUDA driver initialization failed",
     "CUDA unknown error",
 )
-# How a process may end if threads or locks did not survive its fork.
+# Ends of a process whose threads or locks did not survive the fork.
 _DIED_OF_FORK = ("was killed by SIGABRT", "was killed by SIGSEGV")
 # Slurm's --signal sends USR1 or USR2 to a job's steps; some plug-ins send it to all processes.
 _ENDED_FROM_OUTSIDE = tuple(f"was killed by SIG{name}" for name in ("TERM", "USR1", "USR2"))
-# What vLLM's sleep mode (CuMemAllocator) and torch's memory pools raise.
+# Errors of vLLM's sleep mode (CuMemAllocator) and of torch's memory pools.
 _REFUSED_SEGMENTS = re.compile(r"(Error|Exception): .*expandable.?segment", re.IGNORECASE)
 _ADDRESS_IN_USE = ("EADDRINUSE", "ddress already in use")
-# Errors of a device or its driver; an illegal address is a mistake of the program:
-# https://docs.nvidia.com/deploy/xid-errors
+# Errors of a device or its driver (https://docs.nvidia.com/deploy/xid-errors). An illegal address
+# is missing here, because it is a mistake of the program.
 _OF_DEVICES = (
     "busy or unavailable",
     "ECC error",
@@ -62,19 +62,23 @@ _OF_DEVICES = (
 
 
 class RetryReason(enum.Enum):
-    """Reasons to run a failed trial again; a value is the log message that says how."""
+    """Reasons to run a failed trial again; the values are log messages that say how it runs."""
 
-    LOST = "it runs again elsewhere"  # a host was lost, or a rank killed from outside
+    LOST = "it runs again elsewhere"  # a host was lost, or something else killed a rank
     METHOD = "it runs again alone, its ranks started otherwise"
     SEGMENTS = "it runs again alone, without expandable segments of torch's allocator"
     ALONE = "it runs again alone"  # other trials ran, a device failed, or a port was taken
 
 
 class Retries:
-    """Decides which failed trials run again, each once, and by which method ranks start.
+    """Chooser of the failed trials that run again, and of the method by which ranks start.
 
-    `methods` come in order of preference. `method` is the current one; `failure` is the message of
-    the failure that last changed it, or empty.
+    Args:
+        methods: possible methods, in order of preference.
+
+    Attributes:
+        method: the current method.
+        failure: message of the failure that last changed the method; empty if none did.
     """
 
     def __init__(self, methods: Sequence[StartMethod]) -> None:
@@ -82,9 +86,9 @@ class Retries:
         self.method = self._known_method = methods[0]
         self.failure = ""
         self._cannot_fork = ""
-        self._is_proven = False  # a trial whose ranks dsat started was successful
+        self._is_proven = False  # a trial whose ranks dsat started has succeeded
         self._retried: dict[int, RetryReason] = {}
-        self._same_alone: set[str] = set()  # messages of trials that failed again
+        self._same_alone: set[str] = set()  # messages of trials that failed again when alone
         self._port_taken: set[int] = set()  # trials that failed because another had the port
         self._freed = 0  # number of these that ran alone
 
@@ -124,7 +128,7 @@ class Retries:
             return RetryReason.SEGMENTS
         is_of_port = outcome.kind is OutcomeKind.ERROR and _has_part_of(text, _ADDRESS_IN_USE)
         if is_of_port and running.beside:
-            self._port_taken.add(running.trial.id)  # another trial has the port
+            self._port_taken.add(running.trial.id)  # another trial uses the port
             return RetryReason.ALONE
         if method := self._next_method(running, outcome):
             self.method, self.failure = method, outcome.message
@@ -134,7 +138,7 @@ class Retries:
         return RetryReason.ALONE if is_of_port or is_of_device(outcome) else None
 
     def final(self, running: Running, outcome: Outcome) -> Outcome:
-        """Return a trial's final outcome, with warnings about retries and about slow starts."""
+        """Return a trial's outcome with warnings about its retry and about slow starts."""
         warnings = list(outcome.warnings)
         reason = self._retried.get(running.trial.id)
         if reason is RetryReason.METHOD and outcome.ok:
@@ -157,9 +161,9 @@ class Retries:
     def _next_method(self, running: Running, outcome: Outcome) -> StartMethod | None:
         """Return the method by which a failed trial runs again; None if another would not help.
 
-        For a first trial (`_is_first`) it is FRESH after any error, as some libraries cannot be
-        forked, but COMMAND if it failed before `deepspeed.initialize`, which the user's command
-        reached. For others it is FRESH after errors that forks cause: CUDA's, SIGABRT, SIGSEGV.
+        After errors that forks cause (CUDA's, SIGABRT, SIGSEGV), the method is FRESH. A first trial
+        (`_is_first`) gets another method after any error: COMMAND if it failed before
+        `deepspeed.initialize`, which the user's command reached; else FRESH.
         """
         if outcome.kind is not OutcomeKind.ERROR:
             return None
@@ -171,7 +175,7 @@ class Retries:
         return StartMethod.FRESH if StartMethod.FRESH in later and (of_fork or is_first) else None
 
     def _is_first(self, running: Running) -> bool:
-        """Return whether a trial profiles, or tests whether dsat can replace the user's command."""
+        """Return whether a trial profiles, or no trial has yet shown that dsat can start ranks."""
         has_command = self._methods[-1] is StartMethod.COMMAND
         return running.trial.profiles or (has_command and not self._is_proven)
 

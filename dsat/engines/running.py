@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 
 
 class ListeningClock:
-    """Clock that advances 20 s at most per reading, to skip times when dsat was stopped or busy."""
+    """Clock that skips times when dsat was stopped or busy: a reading adds at most 20 s."""
 
     def __init__(self) -> None:
         self._read_s = time.monotonic()
@@ -41,12 +41,12 @@ class Running:
 
     Attributes:
         shares: devices of the trial on each host, in the order of its ranks.
-        method: how its ranks were started.
+        method: method by which its ranks were started.
         alone: whether its hosts must not run another trial.
-        clock: measures its time limit.
+        clock: time that counts against its limit.
         beside: whether another trial or a simulation ran at the same time.
         ended: messages "ended" of supervisors, by host.
-        lost: message on the host that it lost; empty if none.
+        lost: message about the host whose loss ended the trial; empty if none.
     """
 
     start: Start
@@ -83,7 +83,7 @@ class Running:
 
 
 def find_overdue(running: Collection[Running], limit_s: float) -> tuple[list[Running], float]:
-    """Mark and return overdue trials; also return the seconds until the next is overdue."""
+    """Mark and return overdue trials; also return the seconds until the next one is overdue."""
     overdue, left_s = [], [math.inf]
     for each in running:
         if each.timed_out or each.trial.id in (FULL_RUN_ID, SIMULATION_ID):
@@ -100,7 +100,7 @@ class ActivityLog:
     """Log of slow activities of trials, with the elapsed time."""
 
     def __init__(self) -> None:
-        self._next_s: dict[str, float] = {}  # duration at which each is logged again
+        self._next_s: dict[str, float] = {}  # by text: duration at which it is logged again
 
     def write(self, running: Collection[Running]) -> None:
         """Log activities that have lasted 5 s, and again every 30 s."""
@@ -115,7 +115,7 @@ class ActivityLog:
 
 
 def _slow_activities(running: Collection[Running]) -> Iterator[tuple[str, str, float]]:
-    """Yield a trial's name, its activity and the duration in seconds, if that is long.
+    """Yield the trial's name, text and duration in seconds of each activity that lasts long.
 
     The name is empty for the user's own command, which begins the run.
     """

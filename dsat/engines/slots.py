@@ -1,4 +1,4 @@
-"""Placement of trials: free slots, lost hosts, device errors."""
+"""Placement of trials on slots, with accounts of lost hosts and device errors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ _MAX_DEVICE_ERRORS = 2
 class Slots:
     """Slots of hosts that have equal numbers of slots.
 
-    A trial gets slots of one host, or whole hosts if it needs more. `needed` is the number of slots
-    of a trial; `lost` has the reason why a host is not used any more, by host.
+    A trial gets slots of one host, or whole hosts if it needs more.
+
+    Attributes:
+        needed: number of slots of a trial.
+        lost: for each host that is not used any more, the reason.
     """
 
     def __init__(self, hosts: Sequence[Host], needed: int) -> None:
@@ -41,7 +44,7 @@ class Slots:
     ) -> tuple[Share, ...] | None:
         """Reserve slots for a trial; return None if there are too few.
 
-        With `alone`, no other trial may run on its hosts. A simulation needs no slots.
+        With `alone`, no other trial may run on the trial's hosts. A simulation needs no slots.
         """
         if start.simulation_folder is not None:
             return (Share(0, self._hosts[0], ()),)
@@ -105,7 +108,7 @@ class Slots:
 
 
 class DeviceErrors:
-    """Counts device errors since the last success; the second ends the run.
+    """Counter of device errors since the last successful trial; the second error ends the run.
 
     Attributes:
         failure: why the run must end; empty if it may continue.

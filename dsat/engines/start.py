@@ -1,4 +1,4 @@
-"""Requests to start a trial's ranks, and the options for it."""
+"""Description of one start of a trial's ranks, and the options that all starts share."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class StartMethod(enum.Enum):
 
 @dataclass(frozen=True)
 class LocalOptions:
-    """Options for running and measuring trials; `cold` rules out FORKED."""
+    """Options for running and measuring trials; `cold` excludes the start method FORKED."""
 
     trial: TrialOptions
     cold: bool = False
@@ -39,14 +39,14 @@ class LocalOptions:
 
 @dataclass(frozen=True)
 class Start:
-    """A requested start; it may have to wait for slots.
+    """A requested start of a trial, which may have to wait for slots.
 
     Attributes:
         meter: what to measure; None for a run that is not measured.
         simulation_folder: folder of questions and answers if this is a simulation; else None.
-        own_ranks: for the run's first trial, the user's unchanged command: the number of processes
-            to start, 0 if the command starts its ranks itself. None for all other trials.
-        alone: no other trial may run at the same time, because this is a retry.
+        own_ranks: None except for the run's first trial, which is the user's unchanged command.
+            There, the number of processes to start; 0 if the command starts its ranks itself.
+        alone: whether no other trial may run at the same time, because this is a retry.
     """
 
     trial: Trial

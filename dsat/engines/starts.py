@@ -56,7 +56,7 @@ from dsat.values.files import PRIVATE_FOLDER, remove, write_atomically
 from dsat.values.text import assignment, hide_secrets_in_values, shell_line
 from dsat.values.trial import Trial
 
-# How long ranks may run after another rank has ended with status 0.
+# Seconds that ranks may run after another rank has ended with status 0.
 LINGER_S = 20.0
 _SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 _SHOWN_TO_SCRIPTS = frozenset(
@@ -70,10 +70,13 @@ _SHOWN_TO_SCRIPTS = frozenset(
 
 @dataclass(frozen=True)
 class StartBuilder:
-    """Builder of the starts of a run's trials, with what they share.
+    """Builder of the starts of a run's trials, which share these attributes.
 
     Attributes:
         program: the parsed entrypoint of the experiment.
+        run: folder of the run.
+        slots: slots of each trial.
+        host_slots: slots of each host.
     """
 
     experiment: Experiment
@@ -92,7 +95,7 @@ class StartBuilder:
         return Start(trial, self.run / TRIALS_FOLDER / trial.name, meter)
 
     def simulation(self, messages: Path, script_args: Mapping[str, Any]) -> Start:
-        """Return the start of the script for simulations of its model."""
+        """Return a start of the script for simulations of its model."""
         trial = make_simulation_trial(self.experiment.base_config, script_args)
         return Start(trial, self.run / "simulation", None, messages)
 
@@ -109,7 +112,7 @@ class StartBuilder:
         folder = start.folder
         config, program = self.config_of(start), self.program
         if not start.is_own:
-            remove(folder)  # left by an earlier attempt, or when dsat was killed
+            remove(folder)  # of an earlier attempt, or of a dsat that was killed
             folder.mkdir(mode=PRIVATE_FOLDER, parents=True)
             trial, path = start.trial, folder / CONFIG_FILE
             swap = leftovers.choose_swap_folders(config, self.run, trial.name)
@@ -140,7 +143,7 @@ class _Plan:
 
     Attributes:
         program: entrypoint with the trial's configuration.
-        ports: three ports, free on this machine, that are used on the first host of the trial.
+        ports: three ports for the first host of the trial; they are free on this machine.
     """
 
     builder: StartBuilder
@@ -221,7 +224,10 @@ class _Plan:
         return found
 
     def changes(self) -> dict[str, Any]:
-        """Return the arguments and variables that differ from the command's first run."""
+        """Return arguments and variables that the hook changes in the user's command.
+
+        `args` and `env` are pairs: the user's values and the trial's.
+        """
         before, wanted = self.builder.program, self.program
         names = [n for n, value in before.env.items() if wanted.env.get(n) != value]
         changed = {n: value for n, value in wanted.env.items() if before.env.get(n) != value}
@@ -258,7 +264,7 @@ class _Plan:
         return "\n".join([*lines, change, " &\n".join(texts)]) + "\n"
 
     def environment(self, rank: int) -> dict[str, str]:
-        """Return the variables of a rank or the user's command; its PYTHONPATH lacks the hook."""
+        """Return the variables of a rank or the user's command, without the hook in PYTHONPATH."""
         builder, share = self.builder, self.shares[rank // self._ranks_per_host]
         is_command = self._is_command
         env = {
@@ -332,7 +338,7 @@ class _Plan:
         }
 
     def _add_hook(self, path: str) -> str:
-        """Return the entries of a `PYTHONPATH`, with those of dsat around them."""
+        """Return a `PYTHONPATH` with the hook's folder before its entries and dsat's after them."""
         paths = [str(self._folder / HOOK_FOLDER), path, str(self._packages)]
         if self.builder.experiment.includes:  # the script may be a link to another folder
             paths.insert(2, str(self._cwd))

@@ -1,4 +1,4 @@
-"""Supervisors of all hosts, and the engine's side of their protocol."""
+"""The engine's side of the protocol with the supervisors of all hosts."""
 
 from __future__ import annotations
 
@@ -61,10 +61,14 @@ _Inbox = queue.Queue[tuple[int, dict[str, Any] | None]]
 
 
 class Supervisors:
-    """Starts a supervisor on each host, and exchanges messages with all of them.
+    """Connections to the supervisors of all hosts, which the constructor starts.
 
-    `env` has the user's variables, which preloaded modules may read. `locks` are the lock files of
-    compilers that trials start.
+    Args:
+        folder: folder of the run.
+        env: the user's variables, which preloaded modules may read.
+
+    Attributes:
+        locks: lock files of the compilers that trials start.
     """
 
     def __init__(self, hosts: Sequence[Host], folder: Path, *, env: Mapping[str, str]) -> None:
@@ -86,8 +90,8 @@ class Supervisors:
     def receive(self, timeout_s: float) -> _Messages:
         """Return messages with their hosts; if there are none, wait up to `timeout_s` for one.
 
-        The last message of a host is {"event": "lost", "reason": text}: if its supervisor ended or,
-        with several hosts, did not answer in time.
+        If a host's supervisor ends or, with several hosts, does not answer in time, the host's last
+        message is {"event": "lost", "reason": text}.
         """
         if self._kept:
             kept, self._kept = self._kept, []
@@ -133,8 +137,11 @@ class Supervisors:
     def warm_up(self, modules: Sequence[str] = ()) -> str:
         """Make supervisors import `WARM_MODULES` and `modules`; no trial may be running.
 
-        If one can no longer fork afterwards, all restart and import `WARM_MODULES` alone. If one
-        still cannot, all restart without imports, and the reason is returned; else an empty text.
+        If a supervisor cannot fork afterwards, all restart and import only `WARM_MODULES`. If one
+        still cannot fork, all restart without imports.
+
+        Returns:
+            Why ranks cannot be forked; empty if they can be.
         """
         reason = ""
         which = "your script's libraries" if modules else "torch and DeepSpeed"
@@ -227,10 +234,12 @@ class Supervisors:
     def _ask(
         self, requests: Mapping[int, Mapping[str, Any]], limit_s: float
     ) -> dict[int, dict[str, Any]]:
-        """Return the answers of all hosts; keep other messages for `receive`.
+        """Send requests to all hosts; return their answers, and keep other messages for `receive`.
 
-        Lost hosts have no answer. After `limit_s`, hosts without an answer are given up; raises
-        EngineError if no host has answered.
+        Lost hosts have no answer. Hosts that do not answer within `limit_s` are lost, too.
+
+        Raises:
+            EngineError: no host has answered within `limit_s`.
         """
         kept: _Messages = []
         answers: dict[int, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""Folders of trials: dsat and its hook, logs, the working folder, folders that scripts create."""
+"""Contents of a trial's folder, its working folder, and folders that its script creates."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ _log = logging.getLogger(__name__)
 COMMAND_FILE = "cmd.txt"
 PACKAGES_FOLDER = "packages"
 TRIALS_FOLDER = "trials"  # of a run's folder
-_END_BYTES = 64 * 2**10  # of a log that are read
+_END_BYTES = 64 * 2**10  # at the end of a log, to be read
 
 
 def make_hook(folder: Path) -> None:
     """Make the folders from which the user's Python processes import dsat and its hook.
 
-    An interpreter of another environment must not find other packages of dsat's environment there.
+    Each folder has links to single packages: an interpreter of another environment must not find
+    other packages of dsat's environment.
     """
     own = folder / HOOK_FOLDER
     for place, module in ((folder / PACKAGES_FOLDER, dsat), (own / SPARE_FOLDER, wrapt)):
@@ -53,7 +54,7 @@ class CreatedFolders:
         self._names += read_created(folder)
 
     def remove_empty(self) -> None:
-        """Remove the empty folders, the newest first; log once the outermost of the others."""
+        """Remove the empty folders, the newest first; log once the outermost of those that stay."""
         for name in reversed(self._names):
             with contextlib.suppress(OSError):  # it is not empty, a link, or gone
                 os.rmdir(name)
@@ -66,13 +67,13 @@ class CreatedFolders:
 
 
 def log_files(cross_rank: int) -> list[str]:
-    """Return the names of the logs of a host's ranks; two hosts cannot append to one file."""
+    """Return the names of one host's logs; no two hosts can append to the same file."""
     part = f"-{cross_rank}" if cross_rank else ""
     return [f"stdout{part}.log", f"stderr{part}.log"]
 
 
 def read_end(log: Path) -> list[str]:
-    """Return the lines of the last 64 KiB of a log; none if it cannot be read."""
+    """Return the lines in the last 64 KiB of a log; an empty list if it cannot be read."""
     with contextlib.suppress(OSError), open(log, "rb") as file:
         file.seek(max(0, log.stat().st_size - _END_BYTES))
         return file.read().decode(errors="replace").splitlines()
@@ -80,7 +81,10 @@ def read_end(log: Path) -> list[str]:
 
 
 def working_folder(experiment: Experiment, folder: Path) -> Path:
-    """Return the model folder; if there are includes, one with links to its files and to them."""
+    """Return the folder in which scripts run: the model folder.
+
+    If the experiment has includes, make a folder of links to them and to the model folder's files.
+    """
     if not experiment.includes:
         return experiment.model_dir
     together = folder / "context"

@@ -1,5 +1,5 @@
-"""Code that runs inside the user's training process: the meter, the helpers scripts call, ranks.
+"""Code that runs inside the user's training process: ranks, meter, functions for scripts.
 
-Imports torch, DeepSpeed, transformers or determined only where they are used: importing a module
-of this folder must stay cheap.
+The modules import torch, DeepSpeed, transformers or determined only where they use them, so that
+importing a module of this folder stays cheap.
 """

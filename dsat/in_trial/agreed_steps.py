@@ -1,4 +1,4 @@
-"""The optimizer steps of a measurement as all ranks agree on them."""
+"""Optimizer steps of a measurement, combined over all ranks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class AgreedStep:
     """An optimizer step over all ranks.
 
     Attributes:
-        ms: latency, then each phase: the maximum over the ranks.
+        ms: time of the step, then of each phase; maxima over the ranks.
         samples, tokens: means over the ranks; tokens are NaN if unknown.
-        data_ms: longest wait of any rank for data loaders, outside of the phases.
-        elements: largest number of tensor elements that any rank was fed.
+        data_ms: longest time that a rank waited for data loaders, outside of the phases.
+        elements: number of tensor elements in the step's batches; the maximum over the ranks.
         evaluated: whether any rank called the model outside of training.
         micro_steps: maximum over the ranks; 0 if unknown.
     """
@@ -42,7 +42,7 @@ class AgreedStep:
 def agree(
     steps: Sequence[StepMarks], ranks: Ranks, clock: Clock, spec: MeterSpec
 ) -> list[AgreedStep]:
-    """Combine the measurements of steps that all ranks have made; a collective call."""
+    """Combine the ranks' measurements of the same steps; a collective call."""
     own = [
         [
             *marks.milliseconds(clock),
@@ -84,7 +84,7 @@ def times_of(steps: Sequence[AgreedStep]) -> StepTimes:
     """Return statistics of the step times.
 
     A long step may be an accident of the host if it spent most of its time in its phases and had no
-    more work than usual. Otherwise the wait for data or longer sequences may explain it.
+    more data than usual. Otherwise waiting for data, or longer sequences, may explain it.
     """
     usual = statistics.median(step.elements for step in steps)
     may_be_accident = [

@@ -1,4 +1,4 @@
-"""Rank and size of this process, and reductions by which ranks agree on measurements."""
+"""The rank of this process, the number of ranks, and reductions over the ranks."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def local_size() -> int:
-    """Return the ranks on this host: LOCAL_WORLD_SIZE, Determined's LOCAL_SIZE, or else 1."""
+    """Return the number of ranks on this host, from the launcher's variables; 1 without them."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
 
 
 class Ranks:
-    """All ranks of an engine; each call is collective and has the same result on every rank.
+    """Reductions over all ranks; every rank must call them, and gets the same result.
 
     Args:
-        engine: a DeepSpeed engine, whose data-parallel group is used if all ranks are in it.
+        engine: a DeepSpeed engine. If its data-parallel group contains all ranks, the reductions
+            use this group.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -51,7 +52,7 @@ class Ranks:
         return [value / ranks for value in total]
 
     def slowest(self, rows: list[list[float]]) -> list[list[float]]:
-        """Return the elementwise maximum of rows of equal width."""
+        """Return the maximum over the ranks for each element of rows of equal width."""
         flat = self.maximum([value for row in rows for value in row])
         width = len(rows[0])
         return [flat[i : i + width] for i in range(0, len(flat), width)]
@@ -62,10 +63,10 @@ class Ranks:
 
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return values, 1
-        # float32 holds bytes and milliseconds to seven digits, and every device has it.
+        # float32 holds bytes and milliseconds to seven digits, and every device supports it.
         tensor = torch.tensor(values, dtype=torch.float32, device=self._engine.device)
         group = getattr(self._engine, "data_parallel_group", None)
-        if dist.get_world_size(group) < dist.get_world_size():  # others share a rank's samples
+        if dist.get_world_size(group) < dist.get_world_size():  # some ranks share samples
             group = None
         dist.all_reduce(tensor, op=getattr(dist.ReduceOp, how), group=group)
         return [float(value) for value in tensor.tolist()], dist.get_world_size()

@@ -53,21 +53,21 @@ OWN_BOUNDARY = (
     "take the number of micro batches between boundaries (set_gradient_accumulation_boundary) from "
     "engine.gradient_accumulation_steps()"
 )
-_BATCH_SIZES = {"bs", "bsz", "mbs"}  # in flags
+_BATCH_SIZES = {"bs", "bsz", "mbs"}  # words in flags, such as `--train-bs`
 _SHORT = ("-b", "-bs")  # flags
-# Names without dashes: usual ones of the batch size, and parts of those of anything else.
+# Usual names of the batch size, without dashes; and parts of names that mean another one.
 _USUAL = re.compile(
     r"b|bsz?|mbs|(per_(device|gpu)_)?(train_)?(micro_)?batch_size(_per_(device|gpu))?"
 )
 _OTHER_BATCHES = re.compile(
     r"eval|valid|test|(?<![a-z])(dev(?!ice)|every|gen|infer|log|pred|val)", re.IGNORECASE
 )
-_DEPTH = 4  # of containers that are searched for tensors
+_DEPTH = 4  # nested containers that are searched for tensors
 _LARGE = 256  # values; searching them takes some tenths of a millisecond
 
 
 def is_about(warning: str) -> bool:
-    """Return whether a warning is about the samples that were fed."""
+    """Return whether a warning is about the number of samples that the script feeds."""
     filled_in = tuple(text.partition("{")[0] for text in (OF_ITS_OWN, OWN_ACCUMULATION))
     return warning in (UNCOUNTED, UNSEEN) or warning.startswith(filled_in)
 
@@ -98,17 +98,18 @@ class BatchCounter:
     same shape masks do not count.
 
     Attributes:
-        dimensions: dimension of the samples by place, where the first call is unambiguous.
-        warning: about the first call; None if its samples were counted.
+        dimensions: the sample dimension of each tensor by its place in the arguments, such as
+            `1.input_ids`, where the first call is unambiguous.
+        warning: why the samples of the first call could not be counted; None if they were.
     """
 
     def __init__(self, spec: MeterSpec) -> None:
         self._micro_batch = spec.micro_batch
         self._own = spec.options.own_micro_batch
-        self._known = spec.batch_dimensions  # of the profile trial
+        self._known = spec.batch_dimensions  # sample dimensions in the profile trial
         self._fed_before = spec.fed_instead  # in the profile trial
-        self._parts = spec.parallelism.sequence  # of a sequence, one per device
-        self._carriers: dict[str, int] | None = None  # dimension of the samples by place
+        self._parts = spec.parallelism.sequence  # devices that share a sequence
+        self._carriers: dict[str, int] | None = None  # the sample dimension by place
         self._finder = LeafFinder()
         self._lengths: list[int] = []
         self.dimensions: dict[str, int] = {}
@@ -154,7 +155,7 @@ class BatchCounter:
             carriers: dict[str, int] = {
                 p: dimension for p, found in fitting.items() if dimension in found
             }
-            if carriers:  # of a batch of texts with images, the texts
+            if carriers:  # in a batch of texts and images, count texts
                 texts = {p: d for p, d in carriers.items() if _name(p) == "input_ids"}
                 return texts or carriers
         own = self._own
@@ -198,15 +199,15 @@ class BatchCounter:
         )
 
     def _fitting(self, place: str, shape: Shape) -> list[int]:
-        """Return the dimensions of a tensor that may be that of the samples."""
+        """Return the dimensions of a tensor that may be the sample dimension."""
         candidates = (self._known[place],) if place in self._known else (0, 1)
         return [d for d in candidates if _size(shape, d) == self._micro_batch]
 
     def _feeds(self, own: int, shapes: Mapping[str, Shape]) -> bool:
-        """Return whether the rows are certainly those of the user's own micro batch.
+        """Return whether all tensors certainly have as many rows as the user's own micro batch.
 
         Twice the trial's micro batch may be pairs (a chosen and a rejected answer), unless the
-        profile trial found the dimension of the samples in one of these inputs.
+        profile trial found the sample dimension of one of these tensors.
         """
         if own == self._micro_batch:
             return False
@@ -218,7 +219,7 @@ class BatchCounter:
         return self._known.get(place, 0)
 
     def _tokens(self, leaves: Leaves) -> tuple[Any, int | None]:
-        """Return the number of tokens, and the longest sequence, each None if unknown (packed)."""
+        """Return the number of tokens and the longest sequence's length; None where unknown."""
         import torch
 
         named = {place: leaf for place, leaf in leaves.items() if _name(place) == "input_ids"}
@@ -246,17 +247,19 @@ class BatchCounter:
 class LeafFinder:
     """Finder of the tensors in the arguments of a model.
 
-    It searches large containers without tensors, such as lists of tokens, only once.
+    Large containers without tensors, such as lists of tokens, are searched only once.
     """
 
     def __init__(self) -> None:
         self._without_tensors: set[str] = set()  # places
 
     def find(self, values: Iterable[Any]) -> Leaves:
-        """Return all tensors with dimensions, by their places (`1.input_ids`).
+        """Return all tensors that are not scalars, by their places (`1.input_ids`).
 
-        Containers, dataclasses and other objects are searched, four levels deep. Named arguments
-        are one mapping among the values.
+        Containers, dataclasses and other objects are searched, four levels deep.
+
+        Args:
+            values: positional arguments, and named arguments as one mapping.
         """
         found: dict[str, torch.Tensor] = {}
         for place, value in enumerate(values):
@@ -286,14 +289,17 @@ class LeafFinder:
 
 
 def find_batch_flag(args: Sequence[str], fed: int, options: Mapping[str, Any]) -> str:
-    """Return the script's likeliest flag for its batch size, which has the value `fed`.
+    """Return the flag that most likely sets the script's batch size; empty if there is none.
 
-    It is empty if there is none. `options` are flags that the script declares, with their defaults.
+    Args:
+        args: the script's arguments.
+        fed: the batch size, which must be the flag's value.
+        options: flags that the script declares, with their defaults.
     """
     given = {}
     for word, after in zip(args, [*args[1:], ""], strict=False):
         flag, has_value, value = word.partition("=")
-        # `train.batch_size=4`, as Hydra takes it
+        # Hydra's arguments have no dashes: `train.batch_size=4`.
         if has_value or flag.startswith("--") or flag in _SHORT:
             given[flag] = value if has_value else after
     found = [
@@ -330,7 +336,7 @@ def _name(place: str) -> str:
 
 
 def _shape(leaf: torch.Tensor) -> Shape:
-    """Return the shape of a tensor; of a nested tensor only the number of sequences."""
+    """Return the shape of a tensor; for a nested tensor, only the number of sequences."""
     return (leaf.size(0),) if leaf.is_nested else tuple(leaf.shape)
 
 

@@ -13,7 +13,7 @@ from dsat.values.outcome import MemoryUse
 
 
 class Clock:
-    """Marks on the host's clock, for devices whose operations return only when finished."""
+    """Clock of the host, for devices that execute operations synchronously."""
 
     def mark(self) -> Any:
         return time.perf_counter()
@@ -23,7 +23,7 @@ class Clock:
 
 
 class DeviceClock(Clock):
-    """Marks as events on the device's current stream."""
+    """Clock of the device, whose marks are events on the current stream."""
 
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
@@ -38,14 +38,14 @@ class DeviceClock(Clock):
         return float(begin.elapsed_time(end))
 
 
-_BACK_WITHIN_S = 20.0  # for the driver to free the memory of a killed process
+_BACK_WITHIN_S = 20.0  # longest wait for the driver to free the memory of a killed process
 _UNCHANGED_FOR_S = 3.0
 _POLL_S = 0.1
-_MAY_BE_HELD = 0.1  # of a device's memory, by contexts and other small uses
+_MAY_BE_HELD = 0.1  # fraction of a device's memory that contexts and the like may hold
 
 
 def wait_for_memory(accelerator: Any, index: int) -> None:
-    """Wait until a CUDA device has regained the memory of processes that have ended.
+    """Wait until the driver has freed a CUDA device's memory after processes ended.
 
     Give up after 3 s without a change (another program holds the memory), or after 20 s.
     """
@@ -70,7 +70,7 @@ def wait_for_memory(accelerator: Any, index: int) -> None:
 
 
 def limit_allocator(accelerator: Any, limit_bytes: int | None, index: int) -> None:
-    """Make the allocator of a CUDA device refuse more than a limit."""
+    """Make the allocator of a CUDA device refuse to exceed a limit."""
     if limit_bytes is None or accelerator.device_name() != "cuda":
         return
     import torch
@@ -80,7 +80,7 @@ def limit_allocator(accelerator: Any, limit_bytes: int | None, index: int) -> No
 
 
 class MemoryWatch:
-    """Peaks of the device's allocator and of the resident set, by phase.
+    """Recorder of peak memory by phase: of the device's allocator and of the resident set.
 
     Attributes:
         has_allocator: whether the device is asynchronous, with memory of its own.
@@ -109,7 +109,7 @@ class MemoryWatch:
             self._peaks[kind, phase] = max(value, self._peaks.get((kind, phase), 0))
 
     def note_measured_steps(self) -> None:
-        """Raise the largest of the phases' peaks to the peak since the last reset, if higher."""
+        """Raise the highest peak of all phases to the peak since the last reset, if it is lower."""
         for kind, value in self._read().items():
             peaks = {key: peak for key, peak in self._peaks.items() if key[0] == kind}
             largest = max(peaks, key=lambda key: peaks[key])
@@ -157,7 +157,7 @@ class MemoryWatch:
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Memory that this process holds.
+    """Memory of this process at one moment.
 
     Attributes:
         data_bytes: the data segment, which `RLIMIT_DATA` limits: private writable mappings.

@@ -1,8 +1,9 @@
 """A trial on a Determined cluster, from inside the user's processes.
 
-The first call of a helper of `dsat` makes the process a rank of the trial that the hyperparameters
-name. `dsat_reporting_context` reports the outcome to the master. If a rank other than the chief
-fails, or the script fails outside of this context, the outcome is a line in the trial's log.
+When the script first calls a function of `dsat`, its process becomes a rank of the trial that the
+hyperparameters name. `dsat_reporting_context` reports the outcome to the master. If a rank other
+than the chief fails, or the script fails outside of this context, the outcome is a line in the
+trial's log.
 """
 
 from __future__ import annotations
@@ -59,10 +60,13 @@ def spec_for_hparams(meter: MeterSpec, trial_id: int, runner_id: int) -> dict[st
 
 
 def attach(hparams: Mapping[str, Any]) -> Task | None:
-    """Return the cluster's trial that this process is a rank of, prepared at the first call.
+    """Make this process a rank of the trial that the hyperparameters name; return its task.
 
-    None if the hyperparameters name no trial, as locally. A trial's switches are also set in a
-    full-length training. Raises InvalidTrial if a switch can no longer be set.
+    Return None if they name no trial, as in a run without a cluster or in a full-length training.
+    Their switches are set all the same. Later calls only return the task.
+
+    Raises:
+        InvalidTrial: a switch can no longer be set.
     """
     global _attached, _has_switches
     if _attached is None and hparams.get(DSAT_MODE_KEY) and DSAT_TRIAL_KEY in hparams:
@@ -82,7 +86,8 @@ def attach(hparams: Mapping[str, Any]) -> Task | None:
 def _use_switches(hparams: Mapping[str, Any]) -> None:
     """Apply the trial's values of the script's switches.
 
-    Raises InvalidTrial if one is a CUDA variable and the script has already used CUDA.
+    Raises:
+        InvalidTrial: a switch is a CUDA variable, and the script has already used CUDA.
     """
     import torch
     from deepspeed.accelerator import get_accelerator
@@ -121,7 +126,7 @@ class Task:
         self._report_completed: Callable[[Any], None] | None = None  # of the chief's operation
 
     def watch(self) -> None:
-        """Log the outcome if this process fails or exits; end it at the time limit."""
+        """Log the outcome if this process fails or exits; end the process at the time limit."""
         TRIAL.on_uncaught = lambda error: self._log(self.measured() or self.failed(error))
         atexit.register(self._report_at_exit)
         timer = threading.Timer(self.meter.spec.options.timeout_s, self._give_up)
@@ -156,7 +161,10 @@ class Task:
     # -- reports
 
     def follow(self, core_context: Any, op: Any, steps_completed: int) -> None:
-        """Report outcomes to a core context, even if the script completes the operation itself."""
+        """Report outcomes to a core context, also when the script completes its searcher operation.
+
+        `steps_completed`: number of steps under which the master records the metrics.
+        """
         self._core_context, self._steps_completed = core_context, steps_completed
         if core_context.distributed.rank == 0 and self._report_completed is None:
             self._report_completed = op.report_completed
@@ -188,7 +196,10 @@ class Task:
             self.stay_until_closed()
 
     def _log(self, outcome: Outcome, *, ended: bool = False) -> None:
-        """Write an unreported outcome to the trial's log; `ended`: the script ended by itself."""
+        """Write an unreported outcome to the trial's log.
+
+        `ended`: whether the script ended by itself.
+        """
         if self._reported:
             return
         self._reported = True
@@ -207,7 +218,7 @@ class Task:
 
 
 def numbers(outcome: Outcome, *, measures: bool = True) -> dict[str, float]:
-    """Return the numbers of an outcome's metrics; those of its profile if not `measures`.
+    """Return the numeric metrics of an outcome; those of its profile if not `measures`.
 
     A trial that only profiles omits the searched metric, by which the master would rank it.
     """
@@ -217,7 +228,7 @@ def numbers(outcome: Outcome, *, measures: bool = True) -> dict[str, float]:
 
 
 def log_line(outcome: Outcome, *, run: str, ended: bool) -> bytes:
-    """Format an outcome as a line of a log, without step times, with the end of its detail."""
+    """Format an outcome as one line of a log, without step times and with a shortened detail."""
     detail = outcome.detail[-_LONGEST_LINE_BYTES:]
     while True:
         short = replace(outcome, detail=detail, step_ms=())

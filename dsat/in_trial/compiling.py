@@ -14,7 +14,7 @@ def count_frames() -> int:
 
 
 def uncompiled_parts(module: Any) -> Iterator[Any]:
-    """Yield a module and its parts, without those that are compiled or inside a compiled one."""
+    """Yield a module and its submodules, except compiled ones and what they contain."""
     is_compiled = getattr(module, "_compiled_call_impl", None) is not None  # by `module.compile()`
     if not (is_compiled or hasattr(module, "_orig_mod")):  # by `torch.compile`
         yield module
@@ -23,7 +23,7 @@ def uncompiled_parts(module: Any) -> Iterator[Any]:
 
 
 def steps_until_planned() -> int:
-    """Return the optimizer step at which DeepCompile compiles last; 0 if it has no more to do.
+    """Return the number of the step at which DeepCompile compiles last; 0 if none is planned.
 
     DeepCompile profiles the first steps and compiles again: in stage 3 by default at the sixth
     step (deepspeed/compile/init_z3.py and backend.py, 0.19.8).

@@ -2,10 +2,10 @@
 
     python3 -m dsat.in_trial.config_check QUESTIONS ANSWERS
 
-reads `{"configs": [{"config": {...}, "whole": bool}], "defaults": [path, ...]}` from one file, and
-writes DeepSpeed's version, the problems and the ignored keys of each configuration, and the
-defaults to another. dsat has no list of settings: DeepSpeed's models refuse unknown keys and wrong
-types, and the keys that DeepSpeed's other readers look up in a section are recorded.
+The file QUESTIONS has `{"configs": [{"config": {...}, "whole": bool}], "defaults": [path, ...]}`.
+The file ANSWERS gets DeepSpeed's version, the problems and ignored keys of each configuration, and
+the default of each path. dsat has no list of settings. DeepSpeed's pydantic models refuse unknown
+keys and wrong types. For sections without a model, dsat records which keys DeepSpeed looks up.
 """
 
 from __future__ import annotations
@@ -47,7 +47,11 @@ class Problem:
 
 @dataclass
 class Verdict:
-    """Problems of a configuration, and its ignored keys, with a suggestion or an empty text."""
+    """Problems of a configuration, and its ignored keys.
+
+    Attributes:
+        ignored: the key that the user may have meant, by ignored key; empty if unknown.
+    """
 
     problems: list[Problem] = field(default_factory=list)
     ignored: dict[str, str] = field(default_factory=dict)
@@ -57,8 +61,8 @@ class _Section(dict[str, Any]):
     """Mapping that records which keys are read.
 
     Attributes:
-        defaults: the keys that were read, with the reader's default; None if there was none.
-        is_open: whether a reader took all keys, as a pydantic model does, which checks them.
+        defaults: the keys that were read, with the reader's default; None if it had none.
+        is_open: whether a reader iterated over all keys, as pydantic models do.
     """
 
     def __init__(self, content: Mapping[str, Any]) -> None:
@@ -80,7 +84,7 @@ class _Section(dict[str, Any]):
         return super().__contains__(key)
 
     def keys(self) -> Any:
-        return self  # readers look for a key in it
+        return self  # so that `key in section.keys()` is recorded
 
     def __iter__(self) -> Iterator[str]:
         self.is_open = True
@@ -99,14 +103,14 @@ class _Section(dict[str, Any]):
 
 
 def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
-    """Check a configuration by DeepSpeed itself; "auto" counts as unset.
+    """Check a configuration with DeepSpeed itself; "auto" counts as unset.
 
     Each key is parsed alone, to locate problems. If there are none and the configuration is whole,
     all keys are then parsed together.
     """
     found = Verdict()
     kept = _without_auto(config)
-    refused: dict[str, str] = {}  # keys refused when alone, by DeepSpeed's message
+    refused: dict[str, str] = {}  # DeepSpeed's message, and the key that it refuses alone
     for key, value in kept.items():
         section, error = _read({key: value})
         if error is not None and _is_of_model(error):
@@ -134,7 +138,11 @@ def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
 
 
 def default(path: str) -> Any:
-    """Return a setting's default; None if not a bool, number or string. May raise KeyError."""
+    """Return a setting's default if it is a bool, number or string, else None.
+
+    Raises:
+        KeyError: this DeepSpeed does not have the setting.
+    """
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     top, _, rest = path.partition(".")
@@ -151,7 +159,7 @@ def default(path: str) -> Any:
 
 
 def _default_parallelism(path: str) -> int:
-    """Return the default size of a parallelism, 1; KeyError if this DeepSpeed lacks it."""
+    """Return 1, the default size; raise KeyError if this DeepSpeed lacks the parallelism."""
     package = "sequence_parallel" if path == SEQUENCE_SIZE else "tensor_parallel"
     if importlib.util.find_spec(f"deepspeed.runtime.{package}") is None:
         raise KeyError(path)
@@ -171,7 +179,7 @@ def _read(config: Mapping[str, Any]) -> tuple[_Section, Exception | None]:
 
 
 def _is_of_model(error: Exception) -> bool:
-    """Return whether a pydantic model refused a key or a type, rather than a combination."""
+    """Return whether a pydantic model refused a key or a type, not a combination of settings."""
     from pydantic import ValidationError
 
     return isinstance(error, ValidationError) and error.errors()[0]["type"] not in _BY_HAND
@@ -220,7 +228,7 @@ def _model_at(model: Any, path: Iterable[Any]) -> Any:
 
 
 def _field(model: Any, name: str) -> Any:
-    """Return the field of a model by its name or alias; KeyError if it has none."""
+    """Return a model's field by its name or alias; raise KeyError if there is none."""
     for key, found in ({} if model is None else model.model_fields).items():
         if name in (key, found.alias):
             return found
@@ -259,7 +267,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     questions, answers = map(Path, sys.argv[1:3])
     asked = json.loads(questions.read_text(encoding="utf-8"))
-    with contextlib.redirect_stdout(sys.stderr):  # libraries print what they like
+    with contextlib.redirect_stdout(sys.stderr):  # libraries may print
         import deepspeed
 
         version = deepspeed.__version__

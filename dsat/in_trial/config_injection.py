@@ -2,8 +2,8 @@
 
 Many scripts build their configuration in code, or read a file that no argument names. The
 configuration that the script passes is kept if it agrees with the trial: for example, if it is the
-trial's file, completed by the Hugging Face libraries. Otherwise it is replaced, or kept for another
-model (`install`). Names of arguments are those of deepspeed 0.14 to 0.19.
+trial's file, completed by the Hugging Face libraries. Otherwise it is replaced, unless it belongs
+to another model (see `install`). The names of arguments are those of deepspeed 0.14 to 0.19.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ SEVERAL_ENGINES = (
 class Passed:
     """The configuration in a call of `deepspeed.initialize`.
 
-    `name` is the argument that holds it, or the attribute of the argument `args`; `content` is the
-    script's own dict if it passed a dict, else the content of its file.
+    Attributes:
+        name: the argument that holds it, or the attribute of the argument `args`.
+        content: the script's own dict if it passes a dict, else the content of its file.
     """
 
     name: str
@@ -41,9 +42,9 @@ class Passed:
 def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path) -> None:
     """Make engines that train use a trial's configuration; `path` is the file that holds it.
 
-    A configuration that has all `overrides` is kept. A later engine with another configuration than
-    the first keeps its own: it is another model's, and only one is tuned. If its batch sizes are
-    the first one's, they become the trial's, since both are fed the same micro batches.
+    A configuration that has all `overrides` is kept. A later engine whose configuration differs
+    from the first engine's keeps its own: it holds another model, and only one is tuned. If both
+    have the same batch sizes, the later engine gets the trial's: the script feeds both alike.
     """
     first: list[dict[str, Any]] = []
 
@@ -67,10 +68,10 @@ def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path)
 def replace(
     arguments: dict[str, Any], passed: Passed, config: Mapping[str, Any], path: Path
 ) -> None:
-    """Replace the configuration that a call passes by the trial's.
+    """Replace the configuration that a call passes with the trial's.
 
-    The trial's "auto" values are filled in from the replaced configuration, unless that is a file
-    in `args`.
+    The trial's "auto" values are filled in from the replaced configuration, unless that is the file
+    named by `args.deepspeed_config`.
     """
     if passed.name == _BY_ATTRIBUTE:
         arguments["args"].deepspeed_config = str(path)
@@ -85,7 +86,7 @@ def replace(
 def agrees(config: Mapping[str, Any], overrides: Mapping[str, Any], *, but_for: Any = None) -> bool:
     """Return whether a configuration has every setting of `overrides`, section by section.
 
-    A value equal to `but_for`, such as "auto", agrees with any; None in `overrides` does too.
+    A value equal to `but_for`, such as "auto", agrees with any value; so does None in `overrides`.
     """
     for key, wanted in overrides.items():
         value = config.get(key)
@@ -100,7 +101,8 @@ def agrees(config: Mapping[str, Any], overrides: Mapping[str, Any], *, but_for: 
 def passed_config(arguments: Mapping[str, Any]) -> Passed | None:
     """Return the configuration in the arguments of `deepspeed.initialize`.
 
-    None if there is none, if it is unreadable, or if `args` has another one (DeepSpeed refuses it).
+    None if there is none, if it is unreadable, or if `args` has a second one (DeepSpeed refuses
+    that).
     """
     # DeepSpeed uses `config` and ignores `config_params` beside it.
     found = [(name, arguments[name]) for name in _BY_ARGUMENT if arguments.get(name) is not None]
@@ -115,7 +117,7 @@ def passed_config(arguments: Mapping[str, Any]) -> Passed | None:
 def drop_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of `deepspeed.initialize` without a configuration.
 
-    The script's own `args` keep theirs, and still get the rank that DeepSpeed writes to `args`.
+    The script's `args` object is not changed, but DeepSpeed can still set attributes on it.
     """
     found = {name: value for name, value in arguments.items() if name not in _BY_ARGUMENT}
     if getattr(found.get("args"), _BY_ATTRIBUTE, None) is not None:
@@ -146,10 +148,11 @@ def shared_sequences(arguments: Mapping[str, Any]) -> int:
 
 
 def trained_config(arguments: Mapping[str, Any]) -> Passed | None:
-    """Return the `passed_config` of an engine with an optimizer to train with; else None.
+    """Return the `passed_config` of an engine that is to train; None for a reference model.
 
-    A reference model gets none. With accelerate, the section `optimizer` is no sign of training: a
-    reference model may share the configuration (TRL's `prepare_deepspeed`).
+    An engine is to train if the call passes an optimizer or parameters, or if the configuration has
+    a section `optimizer`. With accelerate, the section does not count: a reference model may share
+    the configuration (TRL's `prepare_deepspeed`).
     """
     passed = passed_config(arguments)
     if passed is None or _names_what_to_train(arguments):

@@ -23,8 +23,8 @@ def check_arguments(arguments: Mapping[str, Any], slots: int) -> None:
     """Check the arguments of `deepspeed.initialize`, before DeepSpeed fails less clearly.
 
     Raises:
-        InvalidTrial: the number of ranks differs from `slots` (unless it is 0, unknown), the model
-            is a PipelineModule, or ranks share samples by an mpu of the script's own.
+        InvalidTrial: the number of ranks differs from `slots` (0 if unknown), the model is a
+            PipelineModule, or an mpu of the script lets ranks share samples.
     """
     _, ranks = rank_and_size()
     if slots and ranks != slots:

@@ -60,7 +60,7 @@ _FOR_WANT_OF_MEMORY = (
     "unable to find an engine to execute this computation",
     "unable to find a valid cudnn algorithm to run convolution",
 )
-_FREE_FRACTION = 0.03  # of a device's memory; with less, it counts as full
+_FREE_FRACTION = 0.03  # a device with a smaller fraction of free memory counts as full
 
 INSIDE_DSAT = "an error inside dsat, not of your script"
 # Errors of earlier work on a device or of another rank, which surface at any later wait; or a port
@@ -180,9 +180,10 @@ def user_traceback(error: BaseException) -> str:
 
 
 def _is_of_dsat(error: BaseException) -> bool:
-    """Return whether an error of kind ERROR is dsat's own, not one of a call that dsat forwarded.
+    """Return whether an error is a defect of dsat; errors of calls that dsat forwards are not.
 
-    The innermost frame of dsat or the script decides: errors in libraries count as their caller's.
+    The innermost frame of dsat or the script decides: an error in a library counts as its caller's.
+    Only errors of the kind ERROR can be defects of dsat.
     """
     if isinstance(error, (SystemExit, KeyboardInterrupt, DsatError)):
         return False
@@ -234,7 +235,7 @@ def _uses_cuda() -> bool:
 
 
 def _is_nearly_full() -> bool:
-    """Return whether a CUDA device has almost no memory left, neither free nor in torch's cache."""
+    """Return whether the CUDA device has almost no memory left, even in torch's cache."""
     if not _uses_cuda():
         return False
     torch = sys.modules["torch"]

@@ -1,6 +1,6 @@
 """The norm of the gradients of the first optimizer step, before clipping.
 
-DeepSpeed's optimizers keep the norm in stages 1 to 3, also offloaded, and with fp16. Otherwise dsat
+In stages 1 to 3, and in stage 0 with fp16, DeepSpeed's optimizers keep the norm. Otherwise dsat
 computes it: in stage 0, DeepSpeed has no norm in fp32, and 0.17.6 to 0.18.5 report a wrong one in
 bf16. Nothing is synchronised inside a step.
 """
@@ -12,7 +12,10 @@ from typing import Any
 
 
 class GradientNorm:
-    """Norm of the gradients in the first step of an engine; None unless `is_known`."""
+    """Norm of the gradients in an engine's first step.
+
+    `is_known`: whether each rank can know the norm; if False, the norm is None.
+    """
 
     def __init__(self, engine: Any, *, is_known: bool) -> None:
         self._engine = engine

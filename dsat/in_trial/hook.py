@@ -21,7 +21,7 @@ from typing import Any
 TRIAL_VARIABLE = "DSAT_TRIAL_DIR"  # the trial's folder
 RUN_VARIABLE = "DSAT_RUN_DIR"  # the run's folder; in all processes that dsat starts
 OWNER_VARIABLE = "DSAT_OWNER"  # the process of dsat that started this one
-RANK_VARIABLE = "DSAT_RANK_PID"  # ID of the process that is a rank; unset if a command starts them
+RANK_VARIABLE = "DSAT_RANK_PID"  # ID of the rank's process; unset if a command starts ranks
 HOOK_FOLDER, SPARE_FOLDER = "hook", "spare"  # the second holds packages that may be missing
 CHANGES_FILE = "command.json"  # of the trial: arguments and variables that differ from the user's
 _LOCAL_RANK = ("--local_rank=", "--local-rank=")  # of DeepSpeed's launcher and torch's older one
@@ -44,9 +44,9 @@ class _Process:
         }
 
     def change_arguments(self) -> None:
-        """Replace the first run's arguments and variables by the trial's."""
+        """Replace the arguments and variables of the user's command with the trial's."""
         path = self._folder / CHANGES_FILE
-        if not path.exists():  # the process was started as it should be
+        if not path.exists():  # the process started with the trial's
             return
         changes = json.loads(path.read_text(encoding="utf-8"))
         seen, wanted = changes["args"]
@@ -61,16 +61,16 @@ class _Process:
             os.environ.update(wanted)
 
     def watch(self) -> None:
-        """Install the adapters, before other modules bind functions; register start and end."""
+        """Install the adapters before other modules bind functions; register hooks for a rank."""
         import wrapt
 
         from dsat.in_trial.adapters import install
         from dsat.in_trial.adapters.trial import TRIAL
 
         install.begin(self._folder)
-        names = ["deepspeed", "transformers"]  # its lazy package precedes all adapted modules
+        names = ["deepspeed", "transformers"]  # imported before their adapted modules
         if self._is_rank:
-            names.append("determined")  # whose harness imports the script later
+            names.append("determined")  # its harness imports the script later
             # A rank may end before it imports DeepSpeed.
             TRIAL.on_uncaught = lambda error: self._this_rank().fail(error)
             atexit.register(lambda: self._this_rank().finish())

@@ -1,6 +1,7 @@
 """PyTorch's data loaders: time spent waiting for them, batches prepared in advance, and samples.
 
-While a loader returns batches that its workers prepared before, a script looks faster than it is.
+While a loader returns batches that its workers have prepared in advance, a script seems to be
+faster than it is.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-# Batch size of a loader, and an upper bound on its samples per epoch on this rank.
+# A kind of loader: its batch size, and an upper bound on its samples per epoch on this rank.
 Kind = tuple[int, int]
 _in_store = 0
 _waited_s = 0.0
@@ -24,7 +25,7 @@ def begin_epoch(loader: Any, iterator: Any) -> None:
 
     global _in_store
     _in_store = max(_in_store, loader.num_workers * (loader.prefetch_factor or 0))
-    if "dsat_kind" not in loader.__dict__:  # a script's own sampler may be slow to ask
+    if "dsat_kind" not in loader.__dict__:  # once: a script's sampler may compute its length slowly
         loader.dsat_kind = _kind_of(loader.batch_sampler)
     if loader.dsat_kind is not None:
         _begun[loader.dsat_kind] += 1
@@ -33,7 +34,7 @@ def begin_epoch(loader: Any, iterator: Any) -> None:
 
 
 def wait_for_batch(iterator: Any, get: Callable[[], Any]) -> Any:
-    """Return the next batch of an iterator; count the batch, and the time that it takes."""
+    """Return the next batch of an iterator; count the batch, and the time spent waiting for it."""
     global _waited_s
     begin = time.perf_counter()
     try:
@@ -56,23 +57,24 @@ def waited_s() -> float:
 
 
 def begin_training() -> None:
-    """Restart the count of batches, since the engine to train with now exists."""
+    """Restart the count of batches; called when the engine that trains is made."""
     _read.clear()
 
 
 def samples(batch_size: int, micro_steps: int) -> tuple[int | None, int]:
     """Return upper bounds on the samples of the training's loader on this rank.
 
-    A loader may load a multiple of the micro batch in each micro step, of which the script uses one
-    part: TRL's GRPO loads a whole optimizer step (`GRPOTrainer.get_train_dataloader`).
+    In each micro step, a loader may load several micro batches, of which the script uses one: TRL's
+    GRPO loads those of a whole optimizer step (`GRPOTrainer.get_train_dataloader`).
 
     Args:
         batch_size: the micro batch.
-        micro_steps: micro steps so far, at most; steps at the end of an epoch may have had fewer.
+        micro_steps: upper bound on the micro steps so far; the last optimizer step of an epoch may
+            have fewer than the others.
 
     Returns:
-        The samples of an epoch that micro steps use, and those of all epochs begun so far; None
-        and 0 if no loader of known length loaded batches for at least half of the micro steps.
+        The samples that the micro steps of one epoch use, and those of all epochs begun so far.
+        None and 0 if no loader of known length loaded batches for at least half of the micro steps.
     """
     of_epoch, of_all = 0, 0
     for (size, most), epochs in _begun.items():
@@ -84,7 +86,7 @@ def samples(batch_size: int, micro_steps: int) -> tuple[int | None, int]:
 
 
 def _kind_of(batch_sampler: Any) -> Kind | None:
-    """Return the kind of a loader with a batch sampler; None if the sampler has no length."""
+    """Return the kind of the loader that uses a batch sampler; None if its length is unknown."""
     from torch.utils.data import BatchSampler
 
     size: Any = getattr(batch_sampler, "batch_size", None)

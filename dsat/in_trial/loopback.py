@@ -1,4 +1,4 @@
-"""Addresses of ranks: loopback on one host, else reachable from the other hosts."""
+"""Network addresses of ranks: loopback on one host, else an address that other hosts reach."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def open_store(make: Callable[..., Any], args: Any, options: dict[str, Any]) -> 
 
 
 def interface_to(address: str) -> str:
-    """Return the interface by which this host reaches an address; empty if unknown."""
+    """Return the name of the interface by which this host reaches an address; empty if unknown."""
     import psutil
 
     own = own_address(address)
@@ -56,7 +56,7 @@ def interface_to(address: str) -> str:
 
 
 def own_address(other: str) -> str:
-    """Return this host's address as seen by another one; empty if unknown."""
+    """Return this host's IPv4 address on the route to another address; empty if unknown."""
     with (
         contextlib.suppress(OSError),
         socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
@@ -67,7 +67,7 @@ def own_address(other: str) -> str:
 
 
 def is_loopback(host: Any) -> bool:
-    """Return whether an address is of the loopback interface; False for another host's name."""
+    """Return whether a host is `localhost` or a loopback address; False for any other name."""
     if host == "localhost":
         return True
     try:

@@ -19,9 +19,9 @@ from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values.outcome import TrainingCurve
 from dsat.values.parallelism import DATA_ONLY
 
-FIRST_STEPS, LAST_STEPS = 32, 8  # kept of a curve
-_LOST_STEPS = 3  # in a row without a finite loss end the trial; a single overflow does not
-_DIGITS = 9  # that distinguish neighbouring float32 values
+FIRST_STEPS, LAST_STEPS = 32, 8  # steps of a curve that are kept
+_LOST_STEPS = 3  # consecutive steps without a finite loss that end the trial
+_DIGITS = 9  # decimal digits that distinguish neighbouring float32 values
 
 _WHAT_TO_DO = (
     "Lower the learning rate or lengthen its warm-up, and train in bf16 rather than fp16; if your "
@@ -48,7 +48,7 @@ class LossWatch:
 
     def __init__(self, engine: Any, spec: MeterSpec) -> None:
         self._engine = engine
-        # Known if each rank has the whole model, or an equal share of each parameter.
+        # The norm is known if each rank has the whole model, or an equal share of each parameter.
         self._gradients = GradientNorm(engine, is_known=spec.parallelism == DATA_ONLY)
         # The micro batch until the first loss is checked for pairs of samples; then 0.
         self._micro_batch = spec.micro_batch if spec.profile else 0
@@ -63,13 +63,13 @@ class LossWatch:
     def add_engine_loss(self, loss: Any, *, scaled_by_script: bool) -> None:
         """Record the loss of `engine.backward`.
 
-        `scaled_by_script`: the script divided it by the accumulation steps.
+        `scaled_by_script`: whether the script has divided it by the accumulation steps.
         """
         self._add(loss, self._engine.gradient_accumulation_steps() if scaled_by_script else 1)
 
     @contextlib.contextmanager
     def ignored(self) -> Iterator[None]:
-        """Ignore losses in this context: they are recorded already, or another engine's."""
+        """Ignore losses in this context: they are already recorded, or belong to another engine."""
         self._ignoring += 1
         try:
             yield
@@ -89,7 +89,7 @@ class LossWatch:
         self._scaled = (None, None)
 
     def note_scaled_loss(self, engine: Any, scaled: Any, loss: Any) -> None:
-        """Record a loss of the measured engine, as scaled for fp16 and unscaled."""
+        """Record a loss of the measured engine, both scaled for fp16 and unscaled."""
         if engine is self._engine:
             self._scaled = (scaled, loss)
 
@@ -133,7 +133,7 @@ class LossWatch:
         )
 
     def _check(self) -> None:
-        """Raise Diverged if the loss of an applied step, or of the last three, is not finite."""
+        """Raise Diverged if an applied step, or three steps in a row, have no finite loss."""
         known = [(i, step) for i, step in enumerate(self._steps, 1) if step.loss is not None]
         latest = [step.loss for _, step in known[-_LOST_STEPS:]]
         lost = len(latest) == _LOST_STEPS and not any(map(math.isfinite, latest))

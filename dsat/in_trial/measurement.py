@@ -20,8 +20,8 @@ from dsat.values.objective import Objective
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind, StepFacts
 from dsat.values.trial import FEWEST_MAY_TAKE
 
-MORE_WHILE_COMPILING = 10  # steps beyond the maximum, if torch compiled in all
-LONGEST_STORE_S = 60.0  # of warm-up, until the batches that data loaders have prepared are used up
+MORE_WHILE_COMPILING = 10  # steps beyond the maximum, if torch compiled in every step
+LONGEST_STORE_S = 60.0  # longest warm-up to use up the batches that data loaders have prepared
 _WAITS = 0.03  # of a step; if waiting for data takes less, more workers gain nothing
 CHECK_SKIPPED_EVERY = 5  # skipped steps between two checks of the losses
 
@@ -65,10 +65,10 @@ HOST_ACCIDENTS = (
 
 
 class Measurement:
-    """Measurement of one engine; makes the same decisions on all ranks.
+    """Measurement of one engine; all ranks make the same decisions.
 
     Attributes:
-        outcome: measurement so far, None before the first check; equal on all ranks except for
+        outcome: the result so far; None before the first check. Equal on all ranks except for
             warnings and profile.
         is_complete: whether nothing more needs to be measured.
         steps_seen: optimizer steps of the script, including skipped ones.
@@ -97,7 +97,7 @@ class Measurement:
         self._early: deque[StepMarks] = deque()  # the last steps before the first measured one
 
     def take(self, marks: StepMarks, skipped: bool) -> None:
-        """Process a finished optimizer step; `skipped`: fp16 skipped it, so it was cheaper."""
+        """Process a finished optimizer step; a step that fp16 `skipped` is not measured."""
         self.steps_seen += 1
         marks.number = self.steps_seen
         if skipped:
@@ -117,9 +117,9 @@ class Measurement:
                 self._check()
 
     def finish(self) -> None:
-        """Use the last steps of a script that ended before its device was warm.
+        """Measure the last steps of a script that ended before its device was warm.
 
-        Does nothing if something was measured, or if too few steps were made. A collective call.
+        Do nothing if there is a result already, or if there are too few steps. A collective call.
         """
         if self.outcome is not None or not self._spec.measures:
             return
@@ -244,7 +244,10 @@ class Measurement:
             raise InvalidTrial(CONSTANT_ACCUMULATION.format(taken=taken, gas=gas, own=own.gas))
 
     def _usable(self, agreed: list[AgreedStep], *, is_last: bool) -> list[AgreedStep]:
-        """Return full steps, without compilation if possible; none to wait for further steps."""
+        """Return the full steps to use, if possible only those without compilation.
+
+        Return an empty list to wait for further steps.
+        """
         spec = self._spec
         full = [step for step in agreed if not step.is_short]
         if not full:
@@ -269,7 +272,7 @@ class Measurement:
         return found or full
 
     def _drop_evaluated(self, steps: list[AgreedStep]) -> list[AgreedStep]:
-        """Leave out steps with an evaluation if they are rare; otherwise it is part of training."""
+        """Leave out steps with an evaluation if they are rare; else they are part of training."""
         found = [step for step in steps if not step.evaluated]
         if len(found) == len(steps) or (len(steps) - len(found)) * RAREST > len(steps):
             return steps

@@ -12,7 +12,7 @@ from dsat.in_trial.clocks import MemoryWatch, ProcessMemory
 from dsat.values import host_limits
 
 _SLACK_BYTES = 16 * 2**20
-_RESERVED_BYTES = 8 * 2**30  # four buckets of DeepSpeed's default size, which may stay empty
+_RESERVED_BYTES = 8 * 2**30  # four buckets of DeepSpeed's default size, which may stay unwritten
 # malloc.h of glibc.
 _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -3, -4, -8
 _MAPPED_FROM_BYTES = 2**18
@@ -28,8 +28,8 @@ def limit_memory(budget_bytes: int) -> None:
     """Limit what this process may allocate from now on, except while DeepSpeed compiles operators.
 
     The limit is on the data segment (private writable mappings), so torch's CPU allocator fails as
-    a device's would. malloc is configured to return tensors to the system at once, so holes in its
-    heap do not count, and to use one heap, because a second one briefly reserves 128 MiB.
+    a device's would. malloc is configured to return freed tensors to the system at once, so holes
+    in its heap do not count. It uses only one heap, because a second briefly reserves 128 MiB.
     """
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -54,7 +54,7 @@ def limit_memory(budget_bytes: int) -> None:
 def limit_to_host() -> None:
     """Make allocations 8 GiB beyond the available memory fail, before the kernel kills a rank.
 
-    Buffers that DeepSpeed reserves but hardly writes stay within the limit.
+    The 8 GiB allow for buffers that DeepSpeed reserves but hardly writes to.
     """
     limit_data(host_limits.available_bytes() + _RESERVED_BYTES)
 

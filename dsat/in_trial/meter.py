@@ -81,11 +81,11 @@ class Meter:
         self.has_trainable_engine = False
         self._on_complete = on_complete
         self._before = ProcessMemory.now()
-        self._inside: set[str] = set()  # phases of the measured engine that are under way
-        self._engine: Any = None  # the measured one
+        self._inside: set[str] = set()  # running phases of the measured engine
+        self._engine: Any = None  # the measured engine
         self._failed: Outcome | None = None  # ends the trial even if the script catches it
         self._is_ended = False
-        self._whose = ""  # for a message: whose steps count, if several engines train
+        self._whose = ""  # part of a message: the engine whose steps count, if several train
         self._recorder: StepRecorder
         self._measurement: Measurement | None = None
 
@@ -98,7 +98,7 @@ class Meter:
 
     @property
     def outcome(self) -> Outcome | None:
-        """The failure that ended the measurement, or else the measurement so far; None if none."""
+        """Failure that ended the measurement, or else the result so far; None if neither exists."""
         measured = None if self._measurement is None else self._measurement.outcome
         return measured if self._failed is None else self._failed
 
@@ -147,7 +147,7 @@ class Meter:
         adapters.adapt_engine(engine)
 
     def attach(self, engine: Any, *, first_step: int = 1) -> None:
-        """Start to measure an engine whose methods are wrapped, not before `first_step`."""
+        """Start the measurement of an engine, at the optimizer step `first_step` or later."""
         spec = self.spec.complete_from(engine)
         check_engine(engine, spec)
         start = max(first_step, spec.options.start_step)
@@ -165,7 +165,7 @@ class Meter:
         if name in self._inside:
             return call.proceed()
         if self._is_ended:
-            os._exit(0)  # the script has caught the SystemExit that was to end it
+            os._exit(0)  # the script has caught `TrialComplete`
         if self._failed is not None:  # the script has caught the failure, and continues
             self._end(self._failed)
         try:
@@ -186,7 +186,7 @@ class Meter:
                 self._recorder.follow_module()
         if self._engine is None:
             return call.proceed()
-        if self._engine is not engine:  # whose losses do not count
+        if self._engine is not engine:  # its losses do not count
             if name != "forward":  # a reference model makes no backward pass
                 self.warn(config_injection.SEVERAL_ENGINES)
                 self._whose = " of the engine that trains first"

@@ -15,14 +15,14 @@ MAX_EXTRA_STEPS = 500  # limit on extra warm-up steps, and on steps beyond `max_
 
 @dataclass(frozen=True)
 class MeterSpec(KnownBefore, Recorded):
-    """Measurement to make, and facts that are known before it.
+    """Specification of a measurement, and facts that are known before it.
 
     Attributes:
-        micro_batch, gas, stage, slots, parallelism: what the engine must use; if slots is 0, the
-            engine's own replace them (`complete_from`).
+        micro_batch, gas, stage, slots, parallelism: what the engine must use. If slots is 0, the
+            engine's own values replace them (`complete_from`).
         host_slots: slots of the host, including those of other trials.
         profile: whether the first step counts parameters, FLOPs and activations.
-        measures: whether figures are compared; False if only the profile is needed.
+        measures: whether the measured speed is used; False if only the profile is needed.
     """
 
     options: TrialOptions
@@ -58,7 +58,7 @@ class MeterSpec(KnownBefore, Recorded):
         )
 
     def complete_from(self, engine: Any) -> MeterSpec:
-        """Return the specification; if it has no slots, with what the engine uses."""
+        """Return the specification; if `slots` is 0, with the engine's batch, stage and sizes."""
         if self.slots:
             return self
         own = engine.train_micro_batch_size_per_gpu()

@@ -1,11 +1,11 @@
-"""Detection of losses over pairs of samples: CLIP, SimCSE, negatives within the batch."""
+"""Detection of losses that compare all pairs of samples in a batch, as in CLIP and SimCSE."""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import Any
 
-_MOST_NODES = 300  # of the graph, nearest to the loss, where samples are compared
+_MOST_NODES = 300  # nodes of the graph to search; samples are compared close to the loss
 _VIEWS = ("TBackward", "Transpose", "Permute", "View", "Expand", "Unsafe", "Clone", "ToCopy")
 _PARAMETER = "AccumulateGrad"
 
@@ -13,9 +13,10 @@ _PARAMETER = "AccumulateGrad"
 def compares_samples(loss: Any, micro_batch: int, ranks: int) -> bool:
     """Return whether a loss multiplies outputs of all pairs of samples.
 
-    The loss's graph then has a product of two computed matrices (not parameters) with one row, or
-    two (two views), per sample of the micro batch of one rank or all. There are as many columns, or
-    a multiple: twice, or once or twice per rank (hard negatives, samples of other ranks).
+    Such a loss has a product of two computed matrices, which are not parameters, in its graph. Each
+    sample of one rank, or of all ranks, has one row, or two rows for two views. The columns are as
+    many as the rows, or a multiple: twice as many (hard negatives), or once or twice as many for
+    each rank (samples of other ranks).
     """
     waiting = deque([getattr(loss, "grad_fn", None)])
     known: set[Any] = set()
@@ -46,7 +47,7 @@ def _size_of_product(node: Any) -> tuple[int, int] | None:
         first, second = node._saved_self.shape, node._saved_mat2.shape
     except (RuntimeError, AttributeError):  # the graph has released them
         return None
-    return (int(first[1]), int(second[2])) if first[0] == 1 else None  # of a batch of one
+    return (int(first[1]), int(second[2])) if first[0] == 1 else None  # one product
 
 
 def _is_parameter(node: Any) -> bool:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 # Optimizers that update each element independently: those that ZeRO supports (0.19.8,
-# runtime/zero/utils.py; its Muon keeps shapes), and others; not Adafactor, LAMB or another Muon.
+# runtime/zero/utils.py), and others. DeepSpeed's Muon is one of them, because ZeRO keeps the shapes
+# for it. Adafactor, LAMB and other versions of Muon are not.
 _BY_ELEMENT = """
     ASGD Adadelta Adagrad Adam AdamW Adamax DeepSpeedCPUAdagrad DeepSpeedCPUAdam DeepSpeedCPULion
     FusedAdam FusedLion Lion MuonWithAuxAdam NAdam RAdam RMSprop Rprop SGD ZenFlowCPUAdam
@@ -26,10 +27,11 @@ _BY_ELEMENT = """
 
 
 class ModelProfiler:
-    """Counts parameters, FLOPs and activations in the first micro step, if a trial profiles.
+    """Counter of parameters, FLOPs and activations in the first micro step, if a trial profiles.
 
     Attributes:
-        flops_per_sample: forward and backward, without recomputation; 0 until they are counted.
+        flops_per_sample: FLOPs of forward and backward pass, without recomputation; 0 until they
+            are counted.
     """
 
     def __init__(self, engine: Any, spec: MeterSpec) -> None:
@@ -58,7 +60,7 @@ class ModelProfiler:
             self._hooks = None
 
     def finish_micro_steps(self, count: int) -> None:
-        """End the count of FLOPs after `count` micro steps: several, if the script accumulates."""
+        """End the count of FLOPs after `count` micro steps: several if the script accumulates."""
         if self._counting and not self._done:
             self._flops.__exit__(None, None, None)
             of_slot = self._flops.get_total_flops() / (self._spec.micro_batch * count)
@@ -152,7 +154,8 @@ def attention_heads(module: Any) -> int | None:
 def hidden_size(module: Any) -> int | None:
     """Return the hidden size that transformers' Trainer finds in a model; None if there is none.
 
-    Of several sizes, the largest (`trainer_config_finalize` in integrations/deepspeed.py).
+    If the model has several, this is the largest (`trainer_config_finalize` in
+    integrations/deepspeed.py).
     """
     own: Any = getattr(module, "config", None)
     for config in (own, getattr(own, "text_config", None)):
@@ -182,7 +185,7 @@ def _own_optimizer(optimizer: Any) -> OwnOptimizer:
 
 
 def _part_of_host(sharers: int) -> int:
-    """Return this process's resident set and its share of available host memory, in bytes."""
+    """Return the bytes of this process's resident set plus its share of available host memory."""
     import psutil
 
     own = psutil.Process().memory_info().rss

@@ -1,8 +1,8 @@
-"""A rank of a trial, from inside of the user's process.
+"""A rank of a trial, from inside the user's process.
 
-The hook (`dsat.in_trial.hook`) calls `begin` in processes that import DeepSpeed or transformers.
-If the supervisor starts the ranks, it marks them by a variable. If the user's command starts them,
-a process becomes a rank when it calls `deepspeed.initialize`.
+The hook (`dsat.in_trial.hook`) calls `begin` in processes that import DeepSpeed or transformers. If
+the supervisor starts the ranks, it marks them by an environment variable. If the user's command
+starts them, a process becomes a rank when it calls `deepspeed.initialize`.
 
 A rank ends by `os._exit` once its outcome is known, because an orderly end of the interpreter costs
 a second. A rank of the user's command waits instead until the supervisor ends the command, so that
@@ -59,10 +59,13 @@ _SET_BY_LIBRARIES = tuple(
 
 
 def begin(folder: Path, start: Mapping[str, Any], *, is_rank: bool) -> None:
-    """Prepare this process to be a rank of the trial in a folder, unless it has a rank already.
+    """Prepare this process to be a rank of the trial in a folder; later calls do nothing.
 
-    If the folder has no `SPEC_FILE`, only record how ranks start. `start` is described in
-    `start_record.install`; `is_rank` says that the supervisor started the rank.
+    If the folder has no `SPEC_FILE`, only record how ranks start.
+
+    Args:
+        start: see `start_record.install`.
+        is_rank: whether the supervisor started this process as a rank.
     """
     if TRIAL.rank is not None:
         return
@@ -85,7 +88,7 @@ def get_rank(folder: Path, *, is_forked: bool = False) -> Rank:
 
 
 def _report_unmeasured(folder: Path, error: BaseException) -> None:
-    """Report the first error before `deepspeed.initialize`; the command may log it elsewhere."""
+    """Report an error before `deepspeed.initialize`, unless another process has reported one."""
     if not any(folder.glob(result_file("*"))):
         write_outcome(folder, rank_and_size()[0], failures.outcome(error))
 
@@ -93,8 +96,9 @@ def _report_unmeasured(folder: Path, error: BaseException) -> None:
 class Rank:
     """A process that is or may become a rank.
 
-    Without `is_rank`, it becomes one when it calls `deepspeed.initialize`. `is_forked`: it is a
-    fork of the supervisor, which has imported torch and DeepSpeed.
+    Args:
+        is_rank: if False, the process becomes a rank when it calls `deepspeed.initialize`.
+        is_forked: whether it is a fork of the supervisor, which has imported torch and DeepSpeed.
     """
 
     def __init__(self, folder: Path, *, is_rank: bool, is_forked: bool = False) -> None:
@@ -143,7 +147,7 @@ class Rank:
             install.adapt_models()
         elif spec.meter is not None and spec.threads is not None and not spec.own:
             limit_to_host()
-        # With --model the script is dsat's.
+        # With --model, the script is a module of dsat.
         what = "the model" if spec.program.module.startswith("dsat.") else "your script"
         what = "your command" if spec.is_command else what
         TRIAL.progress.set_activity(f"{what} runs, up to its first optimizer step")
@@ -197,7 +201,7 @@ class Rank:
             self._end(replace(found, before_engine=True))
 
     def finish(self) -> None:
-        """Report what was measured, or the failure, after a rank's script ended by itself."""
+        """Report the measurement or the failure of a rank whose script ended by itself."""
         self._leave_if_complete()
         if not self.is_rank or self._spec.is_full_run:
             return
@@ -216,7 +220,8 @@ class Rank:
     def _outcome_of(self, error: BaseException) -> Outcome:
         """Return the outcome of a process that ends with an error.
 
-        multiprocessing, Hydra and others catch an error and call `sys.exit`; this error counts.
+        multiprocessing, Hydra and others catch an error and call `sys.exit`; the caught error then
+        counts.
         """
         if not isinstance(error, SystemExit):
             return failures.outcome(error)
@@ -230,7 +235,7 @@ class Rank:
         )
 
     def _find_unchanged_flag(self) -> str:
-        """Return a flag with the user's micro batch where this trial's is another; or empty."""
+        """Return a flag that still has the user's micro batch, not the trial's; empty if none."""
         spec = self._spec.meter
         own = None if spec is None else spec.options.own_micro_batch
         if spec is None or own in (None, spec.micro_batch):
@@ -259,15 +264,15 @@ class Rank:
 
     def _begin_engine(self, _: Any) -> None:
         spec = self._spec
-        if self._pid is None:  # a command has started it
+        if self._pid is None:  # the user's command started this process
             self._pid = os.getpid()
         self._has_engine = True
         _, size = rank_and_size()
         cores = host_limits.usable_cores()
         is_bound = len(cores) == len(os.sched_getaffinity(0))  # cores, not a quota, are the limit
-        if spec.own and spec.threads and is_bound:  # to as many as a trial has
+        if spec.own and spec.threads and is_bound:  # use as many cores as later trials
             os.sched_setaffinity(0, cores[:size])
-        if spec.is_command and size == 1 and not spec.own:  # else libraries choose a port
+        if spec.is_command and size == 1 and not spec.own:  # so that libraries choose no port
             alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
             for name, value in alone.items():
                 self._env[name] = os.environ.setdefault(name, value)
@@ -275,7 +280,10 @@ class Rank:
             file.write(os.environ.get("MASTER_PORT", "") + "\n")
 
     def _complete(self, outcome: Outcome) -> None:
-        """Report the measurement; end a command's rank here. The meter ends other scripts."""
+        """Report the measurement; if the user's command started this rank, end it here.
+
+        The meter ends other ranks.
+        """
         if self._spec.is_command:
             self._end(outcome)
         else:
@@ -294,7 +302,10 @@ class Rank:
             write_atomically(self._folder / MODULES_FILE, json.dumps(names))
 
     def _end(self, outcome: Outcome) -> None:
-        """Report an outcome; end a rank's process, unless it is an unforked full-length run."""
+        """Report an outcome; end the process if it is a rank.
+
+        A full-length run continues, unless the process is forked.
+        """
         self._report(outcome)
         number, _ = rank_and_size()
         if self._is_forked and not outcome.ok:
@@ -340,10 +351,11 @@ def _limit(budget_bytes: int) -> None:
 
 
 def _find_libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
-    """Return the script's imports of installed packages, in order, to import them early later.
+    """Return the names of modules that the script imported from installed packages, in order.
 
-    These are modules, since some packages import most of theirs only when they are used. Return
-    none if the program set environment variables, which may be for these modules.
+    Later trials import them early. Names of packages would not be enough: some import most of their
+    modules only when used. Return none if the script set environment variables, since these may
+    have to be set before the imports.
     """
     changed = {key for key, value in os.environ.items() if before.get(key) != value}
     if any(not key.startswith(_SET_BY_LIBRARIES) for key in changed):
@@ -369,5 +381,5 @@ def _flush() -> bool:
 
 
 def leave(status: int) -> NoReturn:
-    """Flush the output and end this process at once; a failed flush makes status 0 `FAILED`."""
+    """Flush the output and end this process at once; if flushing fails, status 0 becomes 1."""
     os._exit(status if _flush() else status or FAILED)

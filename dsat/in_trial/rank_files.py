@@ -1,4 +1,4 @@
-"""Files of a trial's folder by which its ranks and the engine exchange messages."""
+"""Files in a trial's folder by which its ranks and dsat's engine exchange messages."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SPEC_FILE = "trial.json"
 CONFIG_FILE = "ds_config.json"
 METRICS_FILE = "metrics.json"
 MODULES_FILE = "modules.json"
-ACTIVITY_FILE = "doing.txt"  # the present activity of a trial, for people
+ACTIVITY_FILE = "doing.txt"  # the present activity of a trial, for users
 STEPS_FILE = "steps"  # number of optimizer steps of rank 0
-# Of a trial that runs the user's command.
+# Only in a trial that runs the user's command:
 DONE_FILE = "done"  # exists once the command is not needed any more
-PORTS_FILE = "ports"  # MASTER_PORT of each rank, a line each; exists once one calls `initialize`
-RECORDS_FOLDER = "records"  # of the starts of ranks, in the first run
+PORTS_FILE = "ports"  # each rank's MASTER_PORT, one a line; exists once a rank calls `initialize`
+RECORDS_FOLDER = "records"  # records of how ranks start, in the first run
 SEVERAL_NODES_FILE = "nodes.json"  # in that folder, if the launcher would use several nodes
 
 
@@ -64,14 +64,15 @@ class RankSpec(Recorded):
     """Specification of a trial's ranks; in `trial.json`.
 
     Attributes:
-        program: entrypoint with the trial's configuration, without variables.
+        program: entrypoint with the trial's configuration, without environment variables.
         meter: what to measure; None in a full-length run or a simulation.
         cpu_memory_bytes: memory that a rank may allocate beyond its imports; None for no limit.
         threads: threads of each rank if slots are processor cores; else None.
-        simulation_folder: folder of messages if the script runs only for simulations.
+        simulation_folder: folder of messages if the script runs only for simulations; else None.
         own: whether the script runs unchanged, with its own batch sizes and devices.
         is_command: whether the user's whole command runs, and starts the ranks.
-        defaults_local_rank: whether several ranks get no `--local_rank` from a launcher.
+        defaults_local_rank: whether dsat sets the default of `--local_rank`, because no launcher
+            passes it to the ranks.
     """
 
     trial: Trial
@@ -96,12 +97,12 @@ class RankSpec(Recorded):
 
 
 def result_file(rank: int | str) -> str:
-    """Return the name of the file in which a rank reports a failure; a pattern for "*"."""
+    """Return the name of the file in which a rank reports a failure; "*" gives a glob pattern."""
     return f"rank{rank}.json"
 
 
 def write_outcome(folder: Path, rank: int, outcome: Outcome) -> None:
-    """Write a rank's failure, or rank 0's measurement, which is equal on all ranks."""
+    """Write a rank's failure or rank 0's measurement; measurements are equal on all ranks."""
     if outcome.ok and rank != 0:
         return
     path = folder / (METRICS_FILE if outcome.ok else result_file(rank))

@@ -1,4 +1,4 @@
-"""Activation checkpointing of a library's model, switched on or off from outside."""
+"""Activation checkpointing in models of transformers, diffusers and timm: switching and reading."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def switch(model: Any, wanted: bool | str) -> bool:
 
 
 def is_on(model: Any) -> bool | None:
-    """Return whether a library's model recomputes activations; None if unknown."""
+    """Return whether a model recomputes activations; None if unknown."""
     for module, _ in _switchable(model):
         values = (getattr(module, name, None) for name in _IS_ON)  # the old name warns
         return next((value for value in values if isinstance(value, bool)), None)

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class RunnerWatch:
-    """Watch of a trial's search runner, which is an experiment itself, through a `Master`."""
+    """Watch of a trial's search runner, which is also an experiment, through a `Master`."""
 
     master: Any
     runner_id: int
@@ -86,7 +86,7 @@ class Master:
     def __init__(self) -> None:
         if "DET_USER_TOKEN" not in os.environ:  # without it determined would ask for a password
             raise OSError("DET_USER_TOKEN is not set")
-        with warnings.catch_warnings():  # determined's, about its own modules
+        with warnings.catch_warnings():  # determined warns about its own modules
             warnings.simplefilter("ignore")
             from determined.common.api import bindings, errors
             from determined.experimental import Determined
@@ -123,9 +123,9 @@ def _name_of(state: Any) -> str:
 
 
 def start(runner_id: int) -> RunnerWatch | None:
-    """Start a watch of the search runner, in the chief of a trial; return the watch.
+    """Start to watch the search runner, in the chief of a trial; return the watch.
 
-    None if the master cannot be reached, or refuses the client.
+    Return None if the master cannot be reached, or refuses the client.
     """
     import determined
 

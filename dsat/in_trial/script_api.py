@@ -1,4 +1,4 @@
-"""Functions for training scripts. Importing this imports nothing heavy."""
+"""Functions for training scripts. Importing this module imports neither torch nor DeepSpeed."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def hparams_of_this_task() -> Mapping[str, Any] | None:
 def _file_of(config: Mapping[str, Any]) -> Path:
     """Write a configuration to a file that is named after its content; return the path.
 
-    So all ranks of a trial use the same file, whichever of them writes it.
+    So all ranks of a trial use the same file, whichever rank writes it.
     """
     # Not in the user's folder, which may be shared, read-only or kept under version control.
     folder = os.environ.get(TRIAL_VARIABLE)

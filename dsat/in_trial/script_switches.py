@@ -1,4 +1,4 @@
-"""Detection and setting of a script's switches, inside of the script's processes.
+"""Detection and setting of a script's switches, inside the script's processes.
 
 The available switches follow from the objects that the script makes (the Trainer's arguments, the
 model that it passes to `deepspeed.initialize`) and from the packages that are installed.
@@ -62,7 +62,10 @@ class ScriptSwitches:
     # -- the Trainer's arguments
 
     def set_arguments(self, args: Any, config: Mapping[str, Any]) -> None:
-        """Record the switches of `TrainingArguments`; set the trial's before they are checked."""
+        """Record the switches of `TrainingArguments`, and set the trial's values.
+
+        Call this before transformers checks the arguments.
+        """
         self._has_arguments = True
         self._is_on_by_arguments = bool(self._wanted.get(CHECKPOINTING, _checkpointing_of(args)))
         for name, values in _find_in_arguments(args, config).items():
@@ -79,11 +82,11 @@ class ScriptSwitches:
     # -- the model and its engine
 
     def before_engine(self, arguments: Mapping[str, Any]) -> None:
-        """Record the switches of a model that is to be trained; set the trial's.
+        """Record the switches of a model that is to be trained, and set the trial's values.
 
         Raises:
             InvalidTrial: as in `switch_model`; or a switch needs `TrainingArguments`, which the
-                script does not use; or Ulysses has replaced the attention kernel.
+                script does not use; or Ulysses has replaced the attention kernel to switch.
         """
         model, passed = arguments.get("model"), config_injection.trained_config(arguments)
         if passed is None or not hasattr(model, "modules"):
@@ -128,11 +131,11 @@ def cores_of_this_rank() -> int:
 
 
 def _find_in_arguments(args: Any, config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return the values of each switch in `TrainingArguments`, the script's value first."""
+    """Return the possible values of each switch in `TrainingArguments`, the script's first."""
     own = _checkpointing_of(args)
     others: list[Any] = [not own]
-    # Trainers with the newer name support `every_n_layers`. TRL's turn recomputation off to score
-    # and to generate, and then on again without this option (trl/models/utils.py).
+    # Trainers whose field has the newer name support `every_n_layers`. But TRL's Trainers turn
+    # checkpointing off to score and generate, then on without this option (trl/models/utils.py).
     of_trl = any(each.__module__.startswith("trl.") for each in type(args).__mro__)
     if hasattr(args, known.NEWER_CHECKPOINTING) and not of_trl:
         others.append(known.EVERY_SECOND)
@@ -158,9 +161,9 @@ def _find_in_arguments(args: Any, config: Mapping[str, Any]) -> dict[str, tuple[
 
 
 def find_in_model(model: Any, *, may_flash: bool) -> dict[str, tuple[Any, ...]]:
-    """Return the values of each switch of a library's model, the model's value first.
+    """Return the possible values of each switch of a model, the current value first.
 
-    `may_flash`: flash attention works here if it is installed.
+    `may_flash`: whether the device and the precision allow flash attention.
     """
     found: dict[str, tuple[Any, ...]] = {}
     own = recomputation.is_on(model)
@@ -203,7 +206,7 @@ def switch_model(model: Any, wanted: Mapping[str, Any]) -> None:
 
 
 def _find_attention_part(model: Any) -> Any:
-    """Return the outermost transformers model; None if none, or if its attention is fixed."""
+    """Return the outermost transformers model; None if absent, or if its attention is fixed."""
     for module in model.modules():
         can_set = getattr(module, "_can_set_attn_implementation", None)
         if callable(getattr(module, "set_attn_implementation", None)) and callable(can_set):
@@ -212,7 +215,7 @@ def _find_attention_part(model: Any) -> Any:
 
 
 def _use_liger(model: Any) -> None:
-    """Replace layers of a transformers model by Liger's kernels, as the Trainer does."""
+    """Replace layers of a transformers model with Liger's kernels, as the Trainer does."""
     try:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
     except ImportError as error:
@@ -226,7 +229,7 @@ def _checkpointing_of(args: Any) -> bool:
 
 
 def _set_checkpointing(args: Any, value: Any) -> None:
-    """Disable gradient checkpointing, or enable it, with the options of a named variant."""
+    """Turn gradient checkpointing on or off; a string names a variant, whose options are set."""
     name = known.NEWER_CHECKPOINTING
     if not hasattr(args, name):
         name = CHECKPOINTING

@@ -1,4 +1,4 @@
-"""Record of how a command starts its ranks, and of the configuration that they pass."""
+"""Record of how a command starts its ranks, and of the configuration that the script passes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ _SPAWNED = "--multiprocessing-fork"  # argument of a process that multiprocessin
 def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
     """In the first run, record this process when it calls `deepspeed.initialize` to train.
 
-    `start` has pid, argv, cwd, cores and env at the process's start. With `waits`, the process does
-    not train: after the record it waits to be ended. In other runs, do nothing.
+    In a run that is not the first, do nothing.
+
+    Args:
+        start: pid, argv, cwd, cores and env at the process's start.
+        waits: whether the process waits to be ended after the record, instead of training.
     """
     records = folder / RECORDS_FOLDER
     written: list[Path] = []
@@ -38,7 +41,7 @@ def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
         if written or passed is None:
             return
         config = passed.content
-        if config_injection.accelerate_makes_engines():  # which computes this from the others
+        if config_injection.accelerate_makes_engines():  # it computes the total itself
             config = {key: value for key, value in config.items() if key != "train_batch_size"}
         if (shared := config_injection.shared_sequences(arguments)) > 1:
             config = {**config, SEQUENCE_SIZE: shared}
@@ -82,7 +85,7 @@ def _describe_process(
 
 
 def _drop_hook(folder: Path, env: Mapping[str, str], cwd: str) -> dict[str, str]:
-    """Return variables with a `PYTHONPATH` of absolute entries, without dsat's folders."""
+    """Return variables whose `PYTHONPATH` has only absolute entries and none of dsat's folders."""
     found = dict(env)
     entries = found.pop("PYTHONPATH", "").split(os.pathsep)
     paths = [Path(cwd, entry) for entry in entries if entry]
@@ -91,7 +94,7 @@ def _drop_hook(folder: Path, env: Mapping[str, str], cwd: str) -> dict[str, str]
 
 
 def _drop_infinities(value: Any) -> Any:
-    """Drop infinities in dicts, as accelerate's `steps_per_print`; JSON cannot represent them."""
+    """Drop infinities in dicts, such as accelerate's `steps_per_print`: JSON cannot hold them."""
     if isinstance(value, dict):
         return {key: _drop_infinities(v) for key, v in value.items() if v not in _INFINITIES}
     return [_drop_infinities(each) for each in value] if isinstance(value, (list, tuple)) else value

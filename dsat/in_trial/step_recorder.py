@@ -22,10 +22,11 @@ PHASES = ("forward", "backward", "step")
 
 @dataclass
 class StepMarks:
-    """Marks of one optimizer step, all its micro steps included.
+    """Clock marks and contents of one optimizer step, with all its micro steps.
 
     Attributes:
-        number: of the step, counted from 1; 0 until it is made.
+        begin, end, phases: marks on the clock; a phase has a pair for each micro step.
+        number: number of the step, counted from 1; 0 until the step ends.
         losses: number of losses that began backward passes.
         evaluated: whether the model was called outside of training.
         backward_began: start of the script's own backward pass; None if none is running.
@@ -57,7 +58,7 @@ class StepMarks:
         return min(seen, default=0)
 
     def is_full(self, spec: MeterSpec) -> bool:
-        """Return whether no micro step or sample is missing, as some are at the end of an epoch."""
+        """Return whether no micro step or sample is missing, as at the end of an epoch."""
         enough = self.micro_steps == 0 or self.micro_steps >= spec.gas
         rows = [call.rows for call in self.calls if call.rows is not None]
         return enough and all(count >= spec.micro_batch for count in rows)
@@ -76,7 +77,7 @@ class StepMarks:
         return float(sum(float(call.tokens) for call in self.calls))
 
     def milliseconds(self, clock: Clock) -> list[float]:
-        """Return the latency, the sum of each phase, and the wait for data outside of phases."""
+        """Return the latency, each phase's total, and the wait for data outside of the phases."""
         sums = [sum(clock.ms(a, b) for a, b in self.phases[phase]) for phase in PHASES]
         latency = clock.ms(self.begin, self.end)
         # An asynchronous device may still be computing while the host waits.
@@ -84,7 +85,7 @@ class StepMarks:
 
 
 class _Hook:
-    """Hook of a module, which does nothing in copies of the module, pickled ones included."""
+    """Hook of a module; in pickled and other copies of the module, it does nothing."""
 
     def __init__(self, call: Callable[..., None] | None = None) -> None:
         self.call = call
@@ -105,7 +106,7 @@ class StepRecorder:
         take: receives the marks of each optimizer step, and whether fp16 skipped it.
 
     Attributes:
-        notes_memory: whether peaks are recorded by phase: only in warm-up, because that costs time.
+        notes_memory: whether memory peaks are recorded by phase; only in warm-up, as it costs time.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class StepRecorder:
         if engine.global_steps > steps_before:
             self._end_optimizer_step(end, skipped=engine.skipped_steps > skipped_before)
         if not self._calls_engine:
-            self.profiler.enter_forward()  # of whatever the script calls until its next loss
+            self.profiler.enter_forward()  # counts all that the script calls until its next loss
         return result
 
     def follow_evaluations(self) -> None:
@@ -217,7 +218,7 @@ class StepRecorder:
         self._calls_engine = False
 
     def observed(self, ranks: Ranks) -> dict[str, Any]:
-        """Return fields of an `Outcome` besides the times; a collective call."""
+        """Return the fields of an `Outcome` that are not times; a collective call."""
         self.memory.note_measured_steps()
         return {
             "memory": self.memory.over_ranks(ranks.maximum),

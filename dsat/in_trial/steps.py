@@ -1,8 +1,8 @@
 """Statistics of a trial's step times: mean, confidence interval, accidents of the host.
 
-Steps that follow each other are not independent: a machine is slower for a while, and then faster.
-The interval models them as a first-order autoregressive process and averages over the unknown
-coefficient; Student's t for independent steps would give a far too narrow interval.
+Consecutive steps are not independent: a machine is slower for a while, and then faster. The
+interval models the steps as a first-order autoregressive process, and averages over the unknown
+coefficient. Student's t for independent steps would give a far too narrow interval.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class StepTimes:
     """Statistics of the step times of a measurement.
 
     Attributes:
-        mean: of the ordinary steps, in the unit of the values.
-        ci95: half-width of the 95 % interval of the mean, as a fraction of it; infinite for fewer
-            than three steps.
+        mean: mean time of the ordinary steps, in the unit of the values.
+        ci95: half-width of the 95 % interval of the mean, as a fraction of the mean; infinite for
+            fewer than three steps.
         accidents: positions of steps that took far longer by accident; they are not in the mean.
         lost: excess time of the accidents over the mean, as a fraction of the ordinary steps' time.
     """
@@ -121,7 +121,7 @@ def steps_wanted(count: int, ci95: float, most: int) -> int:
 
 
 def _accidents(values: Sequence[float], may_be: Sequence[bool]) -> list[int]:
-    """Return positions of far longer steps, if they are rare and all may be accidents."""
+    """Return the positions of far longer steps; none unless they are rare and may be accidents."""
     median = statistics.median(values)
     spread = 1.4826 * statistics.median([abs(value - median) for value in values])
     bound = median + max(_FAR * spread, _FAR_AT_LEAST * median)

@@ -1,8 +1,8 @@
 """Correction of predicted memory by the memory that trials used.
 
-A simulation does not count the memory of the device's libraries: the context and the communication
-library (a constant, `context_bytes`), workspaces and the allocator's overhead (a constant and a
-slope per sample). So
+A simulation does not count the memory of the device's libraries. The context and the communication
+library take a constant (`context_bytes`). Workspaces and the allocator's overhead take a constant
+and a number of bytes per sample. So
 
     predicted = max over phases (simulated + fixed_bytes + bytes_per_sample * micro batch)
                 + context_bytes (if the memory limit includes the context)
@@ -25,7 +25,7 @@ class Observation:
     """Memory of a trial, in the phase that used most.
 
     Attributes:
-        used: bytes of all tensors of a rank.
+        used: bytes of all tensors of a rank in this phase.
         excess: `used` minus the prediction; never negative unless `is_exact`.
         context_bytes: memory of the process besides its tensors; 0 if unknown.
         is_exact: False if `used` is only a lower bound.
@@ -41,10 +41,10 @@ class Observation:
 def observe(
     predicted: Mapping[str, int], micro_batch: int, memory: MemoryUse
 ) -> Observation | None:
-    """Compare a trial's measured memory with the bytes predicted by phase; None without any."""
+    """Compare a trial's measured memory with predictions by phase; None without measurements."""
     used = {phase: memory.by_phase[phase] for phase in PHASES if phase in memory.by_phase}
     if memory.data_bytes:
-        # Assigned to the phase predicted to need most: only one peak over all phases is recorded.
+        # Only one peak over all phases is recorded: assign it to the phase predicted to need most.
         used = {max(PHASES, key=lambda phase: predicted[phase]): memory.data_bytes}
     elif not memory.is_exact:
         # The resident set of this phase includes earlier work, such as reading the data.
@@ -72,8 +72,8 @@ class Calibration:
     """Correction of a prediction.
 
     Attributes:
-        fixed_bytes, bytes_per_sample: added to every phase; may be negative.
-        context_bytes: added to the largest phase.
+        fixed_bytes, bytes_per_sample: bytes to add to every phase; may be negative.
+        context_bytes: bytes to add to the largest phase.
     """
 
     fixed_bytes: float = 0.0
@@ -81,7 +81,7 @@ class Calibration:
     context_bytes: int = 0
 
     def added_bytes(self, micro_batch: float) -> float:
-        """Return the bytes to add to each phase."""
+        """Return the bytes to add to each phase at a micro batch."""
         return self.fixed_bytes + self.bytes_per_sample * micro_batch
 
 
@@ -90,12 +90,12 @@ def calibrate(
 ) -> Calibration:
     """Fit the excess as a linear function of the micro batch, by least squares.
 
-    The slope is shrunk towards zero, since small micro batches carry little information on it. A
-    single micro batch gives a constant.
+    The slope is shrunk towards zero, since small micro batches carry little information about it.
+    If all observations have the same micro batch, the slope is 0.
 
     Args:
-        observations: of at least one trial.
-        usual_slope: expected size of the slope, in bytes per sample; without one it is 0.
+        observations: observations of at least one trial.
+        usual_slope: expected size of the slope, in bytes per sample; 0 makes the slope 0.
         least_slope: lower bound of the slope, negative if predictions may be too large.
     """
     count = len(observations)

@@ -2,7 +2,7 @@
 
 The formulas are derived from deepspeed 0.19.8 (`runtime/zero/stage_1_and_2.py`, `stage3.py`,
 `bf16_optimizer.py`, `fp16/fused_optimizer.py`, `engine.py`); tests compare them with simulations.
-They assume Adam. Other optimizers with two moments need the same, those with fewer need less.
+They assume Adam. Other optimizers with two moments need the same; those with fewer need less.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ class Line:
     """Bytes as a function of the micro batch.
 
     Attributes:
-        fixed, per_sample: at any micro batch, and for each of its samples.
+        fixed: bytes at any micro batch.
+        per_sample: bytes for each sample.
         if_room: whether DeepSpeed allocates these bytes only on a device that has room for them.
-        per_pair: for each pair of samples, as in a loss with negatives within the batch.
+        per_pair: bytes for each pair of samples, as in a loss with negatives within the batch.
     """
 
     fixed: float
@@ -42,7 +43,10 @@ class Line:
         return self.fixed + (self.per_sample + self.per_pair * micro_batch) * micro_batch
 
     def largest_within(self, room: float) -> float:
-        """Return the largest micro batch that needs at most `room` bytes: 0 if none, inf if any."""
+        """Return the largest micro batch that needs at most `room` bytes.
+
+        It is a real number: 0 if no micro batch fits, infinite if all do.
+        """
         free, slope, pairs = room - self.fixed, self.per_sample, self.per_pair
         if pairs > 0:
             root = slope**2 + 4 * pairs * free
@@ -63,7 +67,7 @@ class _Parts:
 
     Attributes:
         init: peak of `deepspeed.initialize` if it flattens parameters on the host.
-        resident: held between steps.
+        resident: bytes held between steps.
         forward: added to `resident` from the beginning of the forward pass.
         bucket: added with the first gradient, while most activations still exist.
         gradients: added towards the end of the backward pass, when activations are freed.
@@ -151,7 +155,7 @@ def _stage_1_or_2(s: Setup) -> _Parts:
     stage = s.strategy.stage
     in_fp32 = s.accumulation_bytes > size
     if stage == 1 and in_fp32 and s.model_type == "bf16" and not s.offload_optimizer:
-        # BF16_Optimizer: gradients of a micro step stay allocated until those of the next.
+        # BF16_Optimizer keeps the gradients of a micro step until the next one's are allocated.
         resident = size * total + 4 * trained + 12 * s.shard
         init = max(size * (total + trained), resident - 8 * s.shard)
         held = size * trained if s.gas > 1 else 0.0
@@ -206,7 +210,8 @@ def _stage_3(s: Setup) -> _Parts:
     total, trained, size = s.facts.num_params, s.facts.trainable_params, s.model_bytes
     bucket, largest = s.bucket * size, s.facts.largest_param
     own, reduced = 0 if s.offload_param else size * total / s.slots, size * min(trained, s.bucket)
-    moved = size * largest * (1 + (1 / s.slots if s.offload_param else 0))  # into its part
+    # While the largest parameter moves into its part.
+    moved = size * largest * (1 + (1 / s.slots if s.offload_param else 0))
     gathers = s.slots > 1 or s.offload_param
     # A parameter is gathered whole, whatever the limit.
     live = size * min(total, max(s.live, largest)) if gathers else 0

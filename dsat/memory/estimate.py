@@ -16,8 +16,8 @@ SIMULATED, CLOSED_FORM = "simulated", "closed form"
 # transformers makes a mask that training does not have, as they might be packed samples.
 MOST_TOKENS = 2**22
 
-# Settings that make an engine write, count or print. DeepCompile (`compile`) runs on CUDA alone: a
-# configuration with it is predicted as if it were off.
+# Settings that make an engine write, count or print. DeepCompile (`compile`) is among them because
+# it runs only on CUDA: configurations with it are predicted as if it were off.
 _WITHOUT_MEMORY = (
     *("autotuning", "comet", "compile", "csv_monitor", "dump_state", "flops_profiler"),
     *("steps_per_print", "tensorboard", "wall_clock_breakdown", "wandb"),
@@ -26,7 +26,7 @@ _MOST_MICRO_STEPS = 2  # all later micro steps of an optimizer step are like the
 
 
 def as_simulated(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that memory depends on, with at most two accumulation steps.
+    """Return the settings on which memory depends, with at most two accumulation steps.
 
     Configurations with equal results need the same memory at the same micro batch. NVMe becomes
     the host, because both leave the same state on the device.
@@ -49,8 +49,8 @@ class MemoryEstimate(Recorded):
     """Peaks of the rank that needs most, in bytes, without the context of the device.
 
     Attributes:
-        init, forward, backward, step: on the device, by phase; all but `init` from the second
-            optimizer step on. On a CPU, all tensors: device and host share one memory.
+        init, forward, backward, step: peaks on the device by phase; all but `init` hold from the
+            second optimizer step on. On a CPU, all tensors count: device and host are the same.
         host_pinned, host_pageable: peaks of the tensors on the host.
         source: `SIMULATED` or `CLOSED_FORM`.
         note: why the simulation failed; empty if it did not.

@@ -20,10 +20,10 @@ class ModelFacts:
     """Sizes of a whole model and its activations; in `Setup`, of one slot's share.
 
     Attributes:
-        num_params, trainable_params: elements.
+        num_params, trainable_params: numbers of elements.
         largest_param: elements of the largest trained parameter; 0 if unknown.
-        usual_param: elements of the parameter that holds the median trained element, in order of
-            size; 0 if unknown.
+        usual_param: elements of the parameter that holds the median trained element, if parameters
+            are ordered by size; 0 if unknown.
         forward_bytes_per_sample: peak of activations in the forward pass, including the loss.
         backward_bytes_per_sample: peak of activations in the backward pass, without gradients of
             parameters.
@@ -37,7 +37,7 @@ class ModelFacts:
             bf16.
         uses_zero_init: whether stage 3 partitions parameters as they are made, so no slot ever has
             all of them.
-        hidden_size: by which a Trainer replaces "auto" sizes; None if unknown.
+        hidden_size: hidden size, by which a Trainer replaces "auto" sizes; None if unknown.
     """
 
     num_params: int
@@ -90,7 +90,15 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Setup:
-    """Settings of a configuration: `facts` are one slot's share, `slots` is ZeRO's group size."""
+    """Settings of a configuration on which memory depends.
+
+    Attributes:
+        facts: one slot's share of the model.
+        slots: size of ZeRO's group.
+        model_bytes, accumulation_bytes, master_bytes, moment_bytes: bytes per element.
+        bucket, sub_group, live, prefetch: numbers of elements.
+        buckets: number of gradient buckets.
+    """
 
     facts: ModelFacts
     slots: int
@@ -121,7 +129,7 @@ class Setup:
         shared = parallelism.of_config(config)
         return cls(
             facts=facts.divided(shared),
-            slots=max(1, slots // shared.tensor),  # that hold the same part of each layer
+            slots=max(1, slots // shared.tensor),  # those with the same part of each layer
             model_bytes=size,
             accumulation_bytes=TYPE_BYTES[accumulated or model_type],
             model_type=model_type,
@@ -152,7 +160,7 @@ class Setup:
 
     @property
     def reduces_last(self) -> bool:
-        """True if one bucket holds all gradients, so it is reduced after the backward pass."""
+        """Whether one bucket holds all gradients, so that it is reduced after the backward pass."""
         return self.facts.trainable_params <= self.bucket
 
     @property
@@ -161,17 +169,17 @@ class Setup:
 
     @property
     def cast_bytes(self) -> int:
-        return 4 if self.master_bytes == 4 else 0  # of a gradient, for master weights of fp32
+        return 4 if self.master_bytes == 4 else 0  # of a gradient in fp32
 
 
 def _size(section: Mapping[str, Any], key: str, default: int) -> int:
-    """Return a number of the configuration; the default if it is missing or no number ("auto")."""
+    """Return a setting, or the default if it is missing or not a number, such as "auto"."""
     value = section.get(key)
     return int(value) if isinstance(value, (int, float)) else default
 
 
 def _low_precision_state(config: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return whether master weights, and whether moments, have the type of the model.
+    """Return whether master weights, and whether moments, have the model's own type.
 
     The settings are those of runtime/precision_config.py, such as `bf16_optimizer_states`.
     """

@@ -17,7 +17,7 @@ from dsat.values.trial import BatchTriple
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 # Without simulations, predictions are trusted up to this multiple of the largest micro batch that
-# ran: the formula does not know what a script computes outside of its model.
+# ran: the closed form does not know what a script computes outside of its model.
 FARTHEST = 16
 
 
@@ -41,8 +41,9 @@ class Forecast:
     def largest(self, settings: Mapping[str, Any]) -> float:
         """Return the largest micro batch that fits with some settings; 0 if none fits.
 
-        Under a fixed global batch, the largest micro batches may need no accumulated gradients,
-        which smaller ones hold. Without simulations, `FARTHEST` limits the result.
+        With a fixed global batch, the largest micro batches may need no accumulation. Then they
+        hold no accumulated gradients, unlike smaller ones. Without simulations, `FARTHEST` limits
+        the result.
         """
         most = math.inf
         if self._ran and not self.model.basis.simulated:
@@ -50,7 +51,10 @@ class Forecast:
         return min(most, self._largest_predicted(settings))
 
     def fits(self, settings: Mapping[str, Any], micro_batch: int) -> bool:
-        """Return True if a trial may be launched; --search-range-factor above 1 allows more."""
+        """Return whether a trial may be launched, since it is predicted to fit.
+
+        With --search-range-factor F above 1, it is enough if 1/F of the micro batch fits.
+        """
         beyond = max(1.0, self._plan.search_options.get("search_range_factor") or 1.0)
         shape = self._shape_of(settings, self._space.batch(micro_batch, settings).gas)
         return self.model.fits(shape, max(1, math.floor(micro_batch / beyond)))
@@ -66,7 +70,7 @@ class Forecast:
         return max(found, alone) if self._space.batch(reached, settings).gas == least else found
 
     def describe(self) -> list[str]:
-        """Return a line on the memory of each strategy's first settings, and the basis's note."""
+        """Return a line about the memory of each strategy's first settings, and any note."""
         lines = []
         for branch in self._space.branches:
             settings = branch.settings(0)
@@ -90,7 +94,7 @@ class Forecast:
         note = self.model.basis.note
         return [*lines, f"memory is predicted by formula: {note}"] if note else lines
 
-    # -- trials, given by their overrides of the user's configuration and their switches
+    # -- trials, described by their overrides of the user's configuration and their switches
 
     def predicted_bytes(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> int:
         """Return the predicted peak of one slot in bytes."""
@@ -108,7 +112,10 @@ class Forecast:
             self._ran[shape.strategy] = max(micro_batch, self._ran.get(shape.strategy, 0))
 
     def _shapes_of(self, settings: Mapping[str, Any]) -> tuple[Shape, Shape | None]:
-        """Return the shapes with the most accumulation steps and, if they differ, the fewest."""
+        """Return the shape with the most accumulation steps, and the one with the fewest.
+
+        The second is None if both have equally many steps.
+        """
         key = repr(settings)  # a search needs thousands of shapes for each decision
         found = self._shapes.get(key)
         if found is None:

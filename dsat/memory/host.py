@@ -19,7 +19,7 @@ _ROUNDED = re.compile(r"\bpinned_max_(?:round_threshold|cached_size)_mb:(\d+)")
 def training(facts: ModelFacts, config: Mapping[str, Any], *, slots: int) -> tuple[float, float]:
     """Return the pinned and the pageable bytes of a rank's offloaded state.
 
-    Neither buffers for state on NVMe nor the script's own memory are counted.
+    Buffers for state on NVMe and the script's own memory are not counted.
     """
     s = Setup.of(facts, config, slots)
     blocks, pinned, pageable = list(_of_optimizer(s)), 0.0, 0.0
@@ -35,7 +35,7 @@ def training(facts: ModelFacts, config: Mapping[str, Any], *, slots: int) -> tup
 def loaded_bytes(facts: ModelFacts, config: Mapping[str, Any]) -> int:
     """Return the bytes of the weights that each rank has on the host before training.
 
-    They are 0 in stage 3 if the model is made under `zero.Init`, which partitions it at once.
+    In stage 3, there are none if the model is made under `zero.Init`, which partitions it at once.
     """
     s = Setup.of(facts, config, 1)
     is_divided = s.strategy.stage == 3 and facts.uses_zero_init
@@ -43,7 +43,9 @@ def loaded_bytes(facts: ModelFacts, config: Mapping[str, Any]) -> int:
 
 
 def of_host(facts: ModelFacts, config: Mapping[str, Any], rank_bytes: float, slots: int) -> int:
-    """Return the bytes that all ranks of a typical host need to load or to train, the larger.
+    """Return the bytes that all ranks of a typical host need to load the weights and to train.
+
+    Only the larger need counts.
 
     Args:
         rank_bytes: host memory of a rank while it trains.
@@ -86,7 +88,7 @@ def pinned_bytes(size: float) -> int:
 
 
 def _of_optimizer(s: Setup) -> Iterator[float]:
-    """Yield the sizes in bytes of a rank's offloaded optimizer state that may be pinned."""
+    """Yield the bytes of each block of a rank's offloaded optimizer state that may be pinned."""
     if s.strategy.offload_optimizer != CPU:
         return
     if s.strategy.stage != 3:

@@ -25,18 +25,18 @@ from dsat.values.codec import Recorded
 from dsat.values.outcome import MemoryUse, ModelProfile, Outcome, OutcomeKind
 from dsat.values.zero_strategy import NVME, of_config
 
-# Multiples of the prediction that must fit, before and after an exact measurement.
+# The prediction times this margin must fit, before and after an exact measurement.
 UNCALIBRATED_MARGIN, CALIBRATED_MARGIN = 1.05, 1.02
 # Reserved memory counts as fragmentation only if it is at least this fraction of the limit, and up
 # to this multiple of allocated memory: torch frees unused memory before it runs out.
 _TELLING_PART, _MOST_FRAGMENTED = 0.5, 1.25
-# Largest factors by which a trial that ran out of memory against the prediction raises the margin
-# of its strategy, and of all strategies.
+# If a trial was predicted to fit but ran out of memory, the margin of its strategy, and that of all
+# strategies, grow by at most these factors.
 _CAUTION, _CAUTION_OF_ALL = 1.15, 1.05
-_BEYOND = 1.04  # with the raised margin, that trial exceeds the limit by at most this factor
+_BEYOND = 1.04  # a margin grows until prediction times margin is this multiple of the limit
 _RECOMPUTED = 2**-1.5  # assumed factor of activations, if checkpointing was not simulated
-# Bytes per sample that a prediction may miss, as fractions of the activations: workspaces after a
-# simulation, and the unseen part of the backward pass after a profile.
+# Bytes per sample that a prediction may miss, as fractions of the activations: with a simulation,
+# workspaces; with a profile, the unseen part of the backward pass.
 _WORKSPACES, _UNSEEN = 0.05, 0.5
 
 
@@ -45,7 +45,7 @@ class Anchor:
     """A configuration that was simulated.
 
     Attributes:
-        slots: number simulated; None for the number to predict.
+        slots: number of simulated slots; None if it is the number for which memory is predicted.
     """
 
     config: Mapping[str, Any]
@@ -56,7 +56,7 @@ class Anchor:
 
 @dataclass(frozen=True)
 class Variant:
-    """The model with some switches of the script (`gradient_checkpointing`).
+    """The model with certain values of the script's switches, such as `gradient_checkpointing`.
 
     Attributes:
         anchors: simulated configurations; a strategy may be simulated at several numbers of slots,
@@ -70,10 +70,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class Basis(Recorded):
-    """Basis of all predictions of a search; the first variant is the user's own.
+    """Simulations, or a profile, from which a search predicts memory.
 
-    Attributes:
-        note: why nothing was simulated; empty if something was, or if no reason is given.
+    The first variant has the user's switches. `note` says why nothing was simulated, or is empty.
     """
 
     variants: tuple[Variant, ...]
@@ -83,7 +82,7 @@ class Basis(Recorded):
     def of_profile(
         cls, profile: ModelProfile, script_args: Mapping[str, Any], note: str = ""
     ) -> Basis:
-        """Return a basis without simulations, from a profile."""
+        """Make a basis from a profile, without simulations."""
         return cls((Variant(dict(script_args), ModelFacts.of_profile(profile)),), note)
 
     @classmethod
@@ -95,7 +94,7 @@ class Basis(Recorded):
         return {}
 
     def corrections(self, slots: int) -> list[_Corrections]:
-        """Return the corrections of the closed form on a number of devices, by variant."""
+        """Return the corrections of the closed form on a number of slots, in order of variants."""
         if slots not in self._known_corrections:
             found = [_corrections(variant, slots) for variant in self.variants]
             self._known_corrections[slots] = found
@@ -113,7 +112,7 @@ class Shape:
     Attributes:
         strategy: name of the strategy.
         phases: lines by phase; the highest one is the peak.
-        host_bytes: of each rank on the host, whatever the micro batch.
+        host_bytes: bytes of each rank on the host, the same at any micro batch.
         source: `SIMULATED` or `CLOSED_FORM`.
         is_guess: whether nothing was simulated or profiled with these switches of the script.
     """
@@ -126,7 +125,7 @@ class Shape:
 
     @functools.cached_property
     def highest(self) -> Sequence[Line]:
-        """Lines that decide the peak; those below another at every micro batch are dropped."""
+        """Lines that decide the peak; lines below another one at every micro batch are dropped."""
         lines = {
             (line.fixed, line.per_sample, line.per_pair)
             for lines in self.phases.values()
@@ -148,7 +147,7 @@ _OF_PAIRS = {name: f"{name}, of pairs" for name in PHASES}  # keys of bytes per 
 
 
 def _corrections(variant: Variant, slots: int) -> _Corrections:
-    """Return simulated minus closed-form bytes, by group and phase (or `_HOST`)."""
+    """Return simulated minus closed-form bytes, by `_group` and by phase or `_HOST`."""
     found: dict[str, dict[float, Mapping[str, float]]] = {}
     divided = {_group(a.config): of_config(a.config).stage > 0 for a in variant.anchors}
     first: dict[tuple[str, int], Anchor] = {}
@@ -169,7 +168,7 @@ def _corrections(variant: Variant, slots: int) -> _Corrections:
 
 
 def _excess(facts: ModelFacts, anchor: Anchor, slots: int) -> dict[str, float]:
-    """Return simulated minus closed-form bytes, by phase (or `_HOST`); 0 for pairs."""
+    """Return simulated minus closed-form bytes, by phase or `_HOST`; bytes per pair are 0."""
     formula = closed_form.lines(facts, anchor.config, slots=slots)
     more = {
         name: getattr(anchor.estimate, name)
@@ -188,8 +187,8 @@ def _between(
 ) -> Mapping[str, float]:
     """Interpolate corrections between numbers of slots, linearly in 1 / slots.
 
-    Outside the known numbers they stay the same, except that above them negative ones (of an
-    optimizer with less state, say) fade to 0 if the slots divide state.
+    Beyond the known numbers of slots, the nearest one's corrections apply. But if slots divide the
+    state, negative corrections (of an optimizer with less state, say) fade to 0 at large numbers.
     """
     most = {n: max(0.0, more) if divided else more for n, more in known[max(known)].items()}
     known = {**known, math.inf: most}
@@ -204,14 +203,14 @@ def _between(
 
 
 def _group(config: Mapping[str, Any]) -> str:
-    """Return strategy and parallelism; a simulation stands for all configurations with both."""
+    """Return strategy and parallelism as a name; one simulation stands for all with this name."""
     return " ".join([of_config(config).name, parallelism.of_config(config).label]).strip()
 
 
 def _with_written_bucket(config: Mapping[str, Any], facts: ModelFacts) -> Mapping[str, Any]:
     """Return a configuration whose gradient bucket is no larger than the trained parameters.
 
-    A process on a CPU uses only the pages that it writes, and a small model fills little of
+    On a CPU, only pages that a process writes use memory, and a small model writes to little of
     DeepSpeed's default bucket of 2 GB.
     """
     zero = config.get("zero_optimization") or {}
@@ -220,7 +219,7 @@ def _with_written_bucket(config: Mapping[str, Any], facts: ModelFacts) -> Mappin
 
 
 def fits_host(host_bytes: float, limit_bytes: int | None) -> bool:
-    """Return True if bytes and a margin fit in a host, or if its memory is unknown."""
+    """Return whether bytes with a margin fit in a host's memory; True if that is unknown."""
     return not limit_bytes or host_bytes * UNCALIBRATED_MARGIN <= limit_bytes
 
 
@@ -229,11 +228,11 @@ class MemoryModel:
 
     Args:
         basis: simulations, or a profile.
-        slots: of a trial.
+        slots: slots of a trial.
         limit_bytes: memory limit of a slot.
         counts_context: whether the limit includes the device's context and libraries.
         host_limit_bytes: host memory per rank; 0 if unknown.
-        on_device: whether slots have memory of their own, whose free part DeepSpeed can query.
+        on_device: whether slots have device memory, whose free part DeepSpeed can query.
     """
 
     def __init__(
@@ -278,7 +277,7 @@ class MemoryModel:
                 for name, lines in phases.items()
             }
             host_bytes += more[_HOST] if host_bytes else 0.0
-        if self._on_device:  # without copies that DeepSpeed makes only if they fit
+        if self._on_device:  # drop copies that do not fit, which DeepSpeed then does not make
             phases = {
                 name: tuple(x for x in lines if not x.if_room or x.fixed <= self.limit_bytes)
                 for name, lines in phases.items()
@@ -297,7 +296,7 @@ class MemoryModel:
         return round(peak + self._calibration.added_bytes(micro_batch) + self._context_bytes)
 
     def fits(self, shape: Shape, micro_batch: int) -> bool:
-        """Return True if a trial is predicted to fit; a guess only has to fit on the host."""
+        """Return whether a trial is predicted to fit; if the shape is a guess, only on the host."""
         if not self.fits_host(shape):
             return False
         if shape.is_guess:
@@ -348,14 +347,14 @@ class MemoryModel:
             )
 
     def _learn_pairs(self, shape: Shape, micro_batch: int, asked: int) -> None:
-        """Derive bytes per pair from a failed allocation; such a loss usually has two of them."""
+        """Derive bytes per pair from a failed allocation; a loss over pairs usually has two."""
         if all(each.micro_batch >= micro_batch for each in self._observations):
             return  # no smaller micro batch ran, so nothing indicates quadratic growth
         missing = 2 * asked - self.predicted_bytes(shape, micro_batch)
         self._bytes_per_pair += max(0.0, missing / micro_batch**2)
 
     def _learn_fragmentation(self, memory: MemoryUse) -> None:
-        """Set the fragmentation by a trial that reserved at least as much as all before."""
+        """Set the fragmentation from a trial, if none before reserved more memory."""
         reserved = max(memory.reserved_bytes.values(), default=0)
         allocated = max(memory.allocated_bytes.values(), default=0)
         if reserved < max(self._most_reserved, _TELLING_PART * self.limit_bytes) or not allocated:
@@ -381,7 +380,7 @@ class MemoryModel:
         return max(usual * self._fragmented, learned)
 
     def _known_of(self, script_args: Mapping[str, Any]) -> tuple[ModelFacts, _Corrections, bool]:
-        """Return facts and corrections for some switches, and whether they are only guessed."""
+        """Return facts and corrections for the switches, and whether these are only a guess."""
         own = self.basis.variants[0]
         wanted = {**own.script_args, **{n: v for n, v in script_args.items() if affects_memory(n)}}
         for variant, corrections in zip(self.basis.variants, self._corrections, strict=True):

@@ -25,7 +25,7 @@ def with_strategy(config: Mapping[str, Any], strategy: Strategy, slots: int) -> 
     """Return the user's configuration with another strategy, without batch sizes.
 
     Tensor and sequence parallelism stay if they divide the slots. The accumulation steps are the
-    user's, or follow from the global batch and the micro batch; 1 if these are not given either.
+    user's, or follow from the global batch and the micro batch, or else are 1.
     """
     own = parallelism.of_config(config)
     shared = DATA_ONLY if slots % own.shared else own

@@ -1,4 +1,4 @@
-"""Simulations of the script's model from which the closed form derives other configurations."""
+"""Simulations of a few configurations, from which the closed form derives the memory of others."""
 
 from __future__ import annotations
 
@@ -45,13 +45,14 @@ def of_run(
     as_cpu: bool,
     say: Callable[[str], None],
 ) -> Basis:
-    """Simulate one configuration per strategy, with the user's switches and variants of these.
+    """Simulate one configuration of each strategy, with the user's switches and variants of these.
 
     Args:
         engine: runs the script; a simulation occupies none of its slots.
-        profile: basis if the script cannot be simulated, or if every micro batch clearly fits.
+        profile: used instead if the script cannot be simulated, or every micro batch surely fits.
         configs: whole DeepSpeed configurations, one of each strategy.
         as_cpu: whether trials run on a CPU.
+        say: receives messages about configurations that cannot be simulated.
     """
     if _is_plenty(plan, profile, configs):
         note = f"all micro batches up to {plan.allowed_micro_batches[-1]} have plenty of room"
@@ -95,7 +96,7 @@ def variant_of(
 ) -> Variant:
     """Simulate each configuration at about the largest micro batch that fits.
 
-    Configurations that cannot be simulated are left to the closed form.
+    The result has no anchor for a configuration that cannot be simulated.
     """
     facts = simulator.facts(configs[0])
     basis = Basis((Variant(script_args, facts),))
@@ -138,7 +139,7 @@ def _of_levers(
     script_args: Mapping[str, Any],
     values: Mapping[str, Sequence[Any]],
 ) -> Iterator[Variant]:
-    """Yield a variant for each other combination of the model's switches, up to a limit.
+    """Yield a variant for each combination of the model's switches but the first, up to a limit.
 
     Combinations that cannot be simulated are left out: their trials run without a prediction.
     """
@@ -152,7 +153,7 @@ def _of_levers(
 
 
 def _all_switches(plan: Plan) -> list[dict[str, bool]]:
-    """Return the user's switches, then a copy for each searchable switch with it inverted."""
+    """Return the user's switches, and for each switch to search a copy in which it is inverted."""
     found = [dict(plan.switches)]
     for name, value in plan.switches.items():
         if name not in plan.fixed:

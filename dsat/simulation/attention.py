@@ -1,4 +1,4 @@
-"""Attention kernels that torch would choose, and their workspaces.
+"""Attention kernels that torch would choose on a GPU, and their workspaces.
 
 torch's own choice queries the device, and a simulation has none. The rules are those of torch 2.15
 for compute capability 8.0 (`select_sdp_backend` in
@@ -190,7 +190,7 @@ def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> 
 
 
 def workspace_bytes(function: Any, args: Sequence[Any]) -> int:
-    """Return the bytes that an attention operator allocates and frees while it runs; else 0."""
+    """Return the bytes that an attention operator allocates only while it runs; 0 for others."""
     of = _WORKSPACES.get(function)
     return 0 if of is None else of(args)
 
@@ -237,7 +237,7 @@ def _efficient_backward(args: Sequence[Any]) -> int:
 
 
 def _shared_heads(query: torch.Tensor, key: torch.Tensor) -> int:
-    """Return the bytes of gradients of key and value per query head; 0 if no heads are shared."""
+    """Return the bytes of key's and value's gradients for each query head; 0 if none is shared."""
     if query.size(1) == key.size(1):
         return 0
     samples, heads, _, size = query.shape

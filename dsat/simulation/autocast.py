@@ -1,8 +1,8 @@
 """Autocast on the simulation's device, like CUDA's: torch has none for a private device.
 
-The lists of operators by type are those of aten/src/ATen/autocast_mode.h (torch 2.15). As there,
-casts of trained fp32 parameters are cached until the outermost context ends, so in a forward pass
-they add two bytes to the four of each parameter.
+The lists of operators by type are those of aten/src/ATen/autocast_mode.h (torch 2.15). As in CUDA's
+autocast, casts of trained fp32 parameters are cached until the outermost context ends. So in a
+forward pass each parameter takes two bytes in addition to its four.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Autocast:
         self._follow_contexts()
 
     def _follow_contexts(self) -> None:
-        """Apply contexts for CUDA, including those already entered, to the device."""
+        """Make autocast contexts for CUDA, even those that are open, apply to the device."""
         entered, clear = torch.is_autocast_enabled("cuda"), torch.clear_autocast_cache
         if entered:
             torch.set_autocast_enabled(self._device_type, True)
@@ -155,7 +155,10 @@ class Autocast:
 
 @contextlib.contextmanager
 def outside_of_contexts() -> Iterator[None]:
-    """Reset the nesting level of autocast, so that inner contexts drop casts; it stays enabled."""
+    """Pretend that no autocast context is open, so that inner ones drop their cached casts.
+
+    Autocast stays enabled.
+    """
     entered = torch.autocast_increment_nesting() - 1
     for _ in range(entered + 1):
         torch.autocast_decrement_nesting()

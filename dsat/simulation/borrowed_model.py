@@ -1,4 +1,4 @@
-"""The script's model: its stand-in engine for the script, and its simulations."""
+"""The script's model: the stand-in engine that the script gets for it, and its simulations."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ _BEFORE_STEPS = (
     *("curriculum_learning", "data_efficiency", "dataloader_drop_last", "gradient_clipping"),
     *("scheduler", "torch_autocast"),
 )
-# Endings of settings of a precision that concern the optimizer; DeepSpeed refuses them at stage 0.
+# Suffixes of precision settings that concern the optimizer state; DeepSpeed refuses these settings
+# in stage 0.
 _OF_STATE = ("_master_weights_and_grads", "_optimizer_states")
 End = Callable[[Mapping[str, Any]], None]
 
 
 class BorrowedModel:
-    """The model and other arguments that a script passes to `deepspeed.initialize`.
+    """The arguments that a script passes to `deepspeed.initialize`, used to simulate its model.
 
     Attributes:
         earlier: all tensors of the process when the script called `deepspeed.initialize`.
@@ -76,7 +77,7 @@ class BorrowedModel:
     def engine_for_the_script(self) -> Any:
         """Call `deepspeed.initialize` for stage 0 with SGD, on fake parameters; return its result.
 
-        Afterwards the model has its own tensors again, in the type that DeepSpeed trains them in.
+        Afterwards the model has its own tensors again, converted to the type that DeepSpeed trains.
         """
         config = _of_stand_in(self._config)
         with for_fake_cpu(), ValuesMode(), StorageTracker("cpu"):
@@ -104,8 +105,9 @@ class BorrowedModel:
     def on_first_training_forward(self, serve: Callable[..., Any]) -> None:
         """Call `serve(args, kwargs)` in place of the engine's first forward pass in training.
 
-        `backward` and `step` are resolved when called: `engine.backward(engine(batch))` evaluates
-        `engine.backward` before the forward pass, which replaces both.
+        The engine's `backward` and `step` look up what to do only when called: for
+        `engine.backward(engine(batch))`, Python reads `engine.backward` before the forward pass,
+        which sets what to do.
         """
         engine, original = self._engine, self._engine.forward
         self._after_forward = dict.fromkeys(("backward", "step"), _refuse_without_forward)
@@ -129,7 +131,7 @@ class BorrowedModel:
                 self._on_host[id(tensor)] = tensor.cpu()
 
     def facts(self, args: Any, kwargs: Mapping[str, Any]) -> ScriptFacts:
-        """Return facts of the script for the client, from its first batch."""
+        """Return facts of the script for the client; `args` and `kwargs` are its first batch."""
         model = self._arguments["model"]
         size = max((p.element_size() for p in model.parameters()), default=4)
         return ScriptFacts(
@@ -148,8 +150,9 @@ class BorrowedModel:
     def optimizer(self) -> dict[str, Any]:
         """Return an `optimizer` section for the optimizer that the script passes; empty if none.
 
-        Its type is Adam for DeepSpeed's Adam, and for torch's Adam and AdamW without `amsgrad` and
-        `foreach=False` (`torch_adam` unless fused); otherwise the full name of the class.
+        The type is Adam for DeepSpeed's Adam, and for torch's Adam and AdamW unless they use
+        `amsgrad` or `foreach=False`. `torch_adam` is true for torch's, unless it is fused. For
+        other optimizers, the type is the full name of the class.
         """
         passed = self._arguments.get("optimizer")
         if passed is None:
@@ -158,7 +161,7 @@ class BorrowedModel:
         usual = not defaults.get("amsgrad") and defaults.get("foreach") is not False
         of_torch = usual and kind in (torch.optim.Adam, torch.optim.AdamW)
         if of_torch or kind.__module__.startswith("deepspeed.ops.adam."):
-            several = of_torch and not defaults.get("fused")  # with temporary copies of all
+            several = of_torch and not defaults.get("fused")  # makes temporary copies
             return {"type": "Adam", "params": {"torch_adam": several}}
         return {"type": f"{kind.__module__}.{kind.__qualname__}"}
 
@@ -173,7 +176,8 @@ class BorrowedModel:
         """Simulate a candidate up to and including the script's forward pass; return its outputs.
 
         Args:
-            request: the fields of `Question`, among others; `switches` are set on the model.
+            request: the fields of `Question`, and others; `switches` are set on the model.
+            args, kwargs: the script's batch.
             end: called with the result at the end of the script's micro step.
         """
         candidate = Question(**{name: request[name] for name in Question._fields})
@@ -206,7 +210,7 @@ class BorrowedModel:
             return outputs
 
         def script_forward(*args: Any, **kwargs: Any) -> Any:
-            # Before a backward pass it belongs to this micro step: pairs, or another model's loss.
+            # A pass before any backward pass belongs to this micro step: pairs, or two losses.
             return script_step() if has_gradients else watched(run.forward_again(args, kwargs))
 
         def script_backward(*args: Any, **kwargs: Any) -> None:
@@ -225,7 +229,7 @@ class BorrowedModel:
         return outputs
 
     def _samples(self, batch: Any) -> tuple[int, int]:
-        """Return the number of samples of a batch, and the length of its packed row (0 if none)."""
+        """Return a batch's number of samples, and the length of its packed row; 0 if not packed."""
         micro_batch = int(self._config.get("train_micro_batch_size_per_gpu", 1))
         shapes = [t.shape for t in tensors_in(batch) if t.dim() > 0]
         sizes = [shape[0] for shape in shapes]

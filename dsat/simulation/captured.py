@@ -1,4 +1,4 @@
-"""Model and batch that the script gave to DeepSpeed, and fake tensors in place of the model's."""
+"""Model and batch that the script passes to DeepSpeed, and fake tensors in place of the model's."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _HOOKS = tuple(name for name in vars(torch.nn.Module()) if "_hooks" in name)
 
 @dataclass(frozen=True)
 class Captured:
-    """Model and batch that the script gave to DeepSpeed.
+    """Model and batch that the script passes to DeepSpeed.
 
     Attributes:
         initialize: DeepSpeed's own `deepspeed.initialize`.
-        arguments: of `deepspeed.initialize`, by name, without the configuration.
-        snapshot: the model when the script passed it.
+        arguments: its arguments by name, without the configuration.
+        snapshot: the model as the script passed it.
         micro_batch: number of samples in the script's first batch.
         packed_length: length of the one row that holds all samples; 0 if samples are not packed.
         sequence_length: tokens per sample; None for packed samples, and for other data than tokens.
@@ -45,7 +45,7 @@ class Captured:
     earlier: Container[torch.Tensor]
 
     def shape_for(self, candidate: Question, tensor: torch.Tensor) -> list[int]:
-        """Return the shape of a tensor with a candidate's micro batch and part of a sequence.
+        """Return a tensor's shape on one rank of a candidate, by its micro batch and parallelism.
 
         A tensor older than the engine counts as batch data only with exactly one row per sample: a
         tensor of class weights, for example, has another number of rows.
@@ -57,7 +57,8 @@ class Captured:
         samples, rest = divmod(shape[0], self.micro_batch)
         rest = rest or (samples != 1 and tensor in self.earlier)
         first = shape[0] if rest else samples * candidate.micro_batch
-        # Without samples, only positions (one row, or one dimension) can hold tokens.
+        # A tensor without a row per sample has a token dimension only if it holds positions, in one
+        # row or one dimension.
         is_of_tokens = not rest or shape[0] == 1 or len(shape) == 1
         sizes = [first, *shape[1:]]
         place = min(1, len(shape) - 1)
@@ -175,7 +176,7 @@ class ModuleSnapshot:
 
 
 def translated(value: Any, fakes: Mapping[int, torch.Tensor]) -> Any:
-    """Replace the parameters in a list of parameters or parameter groups by their fakes."""
+    """Replace the parameters in a list of parameters or parameter groups with their fakes."""
     if isinstance(value, torch.Tensor):
         return fakes[id(value)]
     if isinstance(value, dict):
@@ -186,7 +187,7 @@ def translated(value: Any, fakes: Mapping[int, torch.Tensor]) -> Any:
 
 
 def without_state(optimizer: Any, fakes: Mapping[int, torch.Tensor]) -> Any:
-    """Return a copy of a torch optimizer for the fakes, without state; others unchanged."""
+    """Return a copy of a torch optimizer for the fakes, without state; return others unchanged."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     stateless = copy.copy(optimizer)

@@ -23,7 +23,7 @@ from dsat.values.zero_strategy import of_config
 # Two micro batches, large enough that activations, not gradients, decide the peak of the backward
 # pass; smaller for long sequences, so that the larger one has at most this many tokens.
 _MICRO_BATCHES_FOR_SLOPES, _TOKENS_FOR_SLOPES = (256, 512), MOST_TOKENS // 2
-# Sections that a model's own passes depend on; the script's values replace "auto" in them.
+# Sections on which a model's own passes depend; the script's values replace "auto" in them.
 _OF_ACTIVATIONS = ("bf16", "bfloat16", "fp16", "torch_autocast", "activation_checkpointing")
 _DEPENDS_ON_DATA = "DynamicOutputShapeException"  # torch._subclasses.fake_tensor
 _OF_EXPERTS = " (shapes depend on data; mixture-of-experts models need transformers 5)"
@@ -54,7 +54,7 @@ class Simulator:
     Args:
         timeout_s: limit for the script to reach its first step, and for the processor time of each
             simulation.
-        workspace_bytes: workspace of cuBLAS; by default that of Hopper and later, 0 on a CPU.
+        workspace_bytes: size of cuBLAS's workspace; by default as on Hopper and later, 0 on a CPU.
         model_switches: switches to set on the script's model (`gradient_checkpointing`); others
             stay as the script sets them.
 
@@ -136,7 +136,7 @@ class Simulator:
     def trace_each(
         self, questions: Sequence[Question]
     ) -> Iterator[tuple[int, tuple[MemoryEstimate, StepTrace] | str]]:
-        """Do as `estimate_each`, and add a trace of the first rank's step to each estimate."""
+        """Yield as `estimate_each` does; add a trace of the first rank's step to each estimate."""
         traced = [question._replace(traced=True) for question in questions]
         for number, answers in self._answers_of_ranks(traced):
             found = _largest(answers)
@@ -218,7 +218,7 @@ class Simulator:
     # -- the script
 
     def _answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield each question's number and answer; `failed` gives the reason for a missing one."""
+        """Yield each question's number and answer; `failed` in it says why there is no result."""
         waiting = set(range(len(questions)))
         if not self._problem:
             try:
@@ -231,7 +231,7 @@ class Simulator:
             yield number, {"failed": self._problem}
 
     def _exchange(self, questions: Sequence[Question]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Send questions, and yield each one's number and answer, in any order."""
+        """Send questions; yield the number and answer of each question, in any order."""
         first, self._number = self._number, self._number + len(questions)
         waiting = list(range(first, self._number))
         for number, question in zip(waiting, questions, strict=True):

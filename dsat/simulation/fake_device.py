@@ -152,7 +152,7 @@ def register() -> None:
 
 
 def install(accelerator: CPU_Accelerator) -> None:
-    """Make an accelerator DeepSpeed's, for the rest of the process."""
+    """Make DeepSpeed use this accelerator object, for the rest of the process."""
     from deepspeed.accelerator import real_accelerator
 
     real_accelerator.ds_accelerator = accelerator

@@ -1,10 +1,10 @@
 """Building of the script's model without the memory of its parameters.
 
-Until `uninstall`, every large parameter and buffer of a module is made as a fake tensor, without
-values. Results computed from it are fake too; the script's data, small parameters and random
-numbers are real. Initialisers and `load_state_dict` do not change a fake tensor, and large files of
-weights are not read. `item()` returns a constant of the right type. What cannot work (`numpy()`,
-say) raises an error, and the closed form replaces the simulation.
+Until `uninstall`, every large parameter and buffer of a module is a fake tensor, without values.
+Results computed from it are fake, too. The script's data, small parameters and random numbers are
+real. Initialisers and `load_state_dict` do not change a fake tensor, and large files of weights are
+not read. `item()` returns a constant of the right type. Functions that cannot work, such as
+`numpy()`, raise an error; then the closed form replaces the simulation.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LOADING_INFO = ("missing_keys", "unexpected_keys", "mismatched_keys", "error_ms
 
 
 class ScriptMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Mode of the script's own fake tensors; those of simulations have `ValuesMode`."""
+    """Mode of the script's own fake tensors; fake tensors of simulations have `ValuesMode`."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -110,7 +110,7 @@ class FakeParameters:
     # -- tensors
 
     def _fake_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a fake tensor of the same form for a large one; other tensors unchanged."""
+        """Return a fake tensor of the same form for a large one; return others unchanged."""
         size = tensor.numel() * tensor.element_size()
         if is_scripts(tensor):
             self.fake_bytes += size
@@ -192,7 +192,7 @@ class FakeParameters:
     def _replace_zero_init(self) -> None:
         """Make `zero.Init` only record its use: it would leave the script with empty parameters.
 
-        Uses with `enabled=False` count too: scripts derive it from the stage, which may be 0 here.
+        Uses with `enabled=False` count, too: scripts derive it from the stage, which may be 0 here.
         """
         module: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
 

@@ -1,8 +1,9 @@
 """Fake tensors with known values: small ones, such as tokens, masks and sizes of images.
 
-Models compare and count such values, index with them, and have shapes that depend on them. An
-operator whose inputs are all known runs on the CPU too, besides its fake run; its real results are
-the values of the fake ones. Views share memory, so they see values that are written in place.
+Models compare and count such values, index with them, and have shapes that depend on them. If all
+inputs of an operator are known, it runs both on fake tensors and, with their values, on the CPU.
+The results there are the values of the fake results. Views share memory, so they see values that
+are written in place.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _COMPARISONS = {getattr(aten, name).Scalar for name in ("gt", "ge", "lt", "le", 
 
 
 class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Mode of fake tensors, some with known values; for others `item()` gives a constant."""
+    """Mode of fake tensors, some with known values; for the others, `item()` gives a constant."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -88,13 +89,16 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return out
 
     def _moved(self, func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the arguments; a copied real tensor becomes fake, as its device may not exist."""
+        """Return the arguments of an operator.
+
+        If it copies a real tensor, make this fake: the target device may not exist.
+        """
         if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
             return (self.from_tensor(args[0]), *args[1:])
         return tuple(args)
 
     def _is_view(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return True for a view of a fake tensor of this mode without other tensor arguments."""
+        """Return True for an operator that only views one tensor, a fake tensor of this mode."""
         if not _is_plain_view(func):
             return False
         first, others = args[0], (args[1:], kwargs)
@@ -135,7 +139,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return real
 
     def _is_known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return True for an operator of torch with known inputs, except `empty` and the like."""
+        """Return True for torch's operators with known inputs, except `empty` and its variants."""
         if func.namespace not in ("aten", "prims") or func._schema.name.startswith(_UNINITIALISED):
             return False
         inputs = tensors_in((args, kwargs))
@@ -166,7 +170,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _forget_parts(out: Any, inputs: Iterable[Any]) -> None:
-        """Forget the values of results of unknown inputs, even if they are partly constant."""
+        """Forget the values of results whose inputs are unknown, such as partly constant ones."""
         own = {id(tensor) for tensor in tensors_in(inputs)}
         for tensor in tensors_in([out]):
             if id(tensor) not in own and hasattr(tensor, _REAL):

@@ -1,7 +1,8 @@
 """Support for scripts that name CUDA instead of asking for the accelerator.
 
-`device="cuda"` becomes the CPU if there is no CUDA, and the simulation's device in a simulation.
-Common functions of `torch.cuda` then do nothing, or return constants.
+In a simulation, `device="cuda"` becomes the simulation's device. In the script's process, it
+becomes the CPU if there is no CUDA. Common functions of `torch.cuda` then do nothing, or return
+constants.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _CONSTANTS = {
 
 
 class _OnCpu(TorchFunctionMode):
-    """Mode that replaces CUDA by the CPU in the arguments of torch's functions."""
+    """Mode that replaces CUDA with the CPU in the arguments of torch's functions."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -92,7 +93,7 @@ def stand_in(*, as_if_available: bool) -> None:
 
 
 def forget_the_real_one() -> None:
-    """Replace functions of `torch.cuda`, even of a real one, for the rest of a forked process."""
+    """Replace functions of `torch.cuda`, even if CUDA exists, for the rest of a forked process."""
     _replace_functions()
     torch.cuda.is_available = lambda: True  # else autocast turns itself off
 

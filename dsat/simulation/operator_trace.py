@@ -1,7 +1,8 @@
-"""Record the kernels and collectives of a simulated step (`dsat.values.step_trace`).
+"""Recorder of the kernels and collectives of a simulated step (`dsat.values.step_trace`).
 
-FLOPs are torch's own count (`torch.utils.flop_counter`). Kernels skip half of causal attention, so
-theirs are halved; model FLOPs are not. Bytes are those that an operator reads and writes.
+FLOPs are torch's own count (`torch.utils.flop_counter`). Kernels compute only half of causal
+attention, so its FLOPs are halved for kernels, but not in the model's FLOPs. Bytes are those that
+an operator reads and writes.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ _FREE = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided set_ resize_ _unsafe_view "
     "is_pinned record_stream _local_scalar_dense".split()
 )
-# Operators that write their first argument without reading it; those that read a part of it.
+# Operators that write their first argument without reading it; and operators that read only a part
+# of an argument, as large as the result.
 _OVERWRITES = frozenset("copy_ zero_ fill_".split())
 _GATHERS = frozenset("embedding index_select gather index nll_loss_forward".split())
 _COLLECTIVES = {  # by a part of their names
@@ -48,7 +50,7 @@ _Group = tuple[str, bool, str, int, int, bool]
 
 
 class OperatorTrace:
-    """Counts of operators and collectives, by phase.
+    """Counter of operators and collectives, by phase.
 
     Attributes:
         is_last: whether the last micro step of an optimizer step has begun.
@@ -67,7 +69,7 @@ class OperatorTrace:
     def record(
         self, phase: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
     ) -> None:
-        """Count an operator that ran in a phase; those outside of `PHASES` are ignored."""
+        """Count an operator that ran in a phase; ignore phases that are not in `PHASES`."""
         if phase == "first gradient":
             phase = BACKWARD
         if phase not in PHASES:

@@ -1,7 +1,7 @@
 """Changes to torch and DeepSpeed that let an engine run on fake tensors.
 
-Except `for_fake_cpu` and a process group of one rank, they are made only in a process that is
-forked for one simulation. Checked with torch 2.15 and deepspeed 0.19.8.
+Except for `for_fake_cpu` and a process group of one rank, the changes are made only in a process
+that is forked for one simulation. They were checked with torch 2.15 and deepspeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ FAKE_GROUP = "fake"  # backend of torch.testing, whose collectives do nothing
 
 
 class FunctionRules(TorchFunctionMode):
-    """Mode that replaces the script's tensors by fake ones, CUDA's device and torch's attention."""
+    """Mode that replaces three things in calls of torch's functions.
+
+    The script's tensors become fake tensors, CUDA's device the simulation's, and torch's attention
+    `dsat.simulation.attention`.
+    """
 
     def __init__(self, adopt: Callable[[torch.Tensor], torch.Tensor], device: str) -> None:
         super().__init__()
@@ -62,7 +66,7 @@ class FunctionRules(TorchFunctionMode):
 
 
 class _NoOperator:
-    """Stand-in for a compiled operator, which like Adam's allocates and returns nothing."""
+    """Stand-in for an operator that DeepSpeed compiles; it allocates and returns nothing."""
 
     def __init__(self, tracker: StorageTracker | None = None) -> None:
         self._tracker = tracker
@@ -105,7 +109,7 @@ def apply(tracker: StorageTracker, device_type: str, ranks: int) -> None:
 def skip_triton_kernels() -> None:
     """Make Triton's kernels do nothing, even if it is imported later, for the rest of the process.
 
-    Their outputs are allocated before a launch, and have no address.
+    Outputs of a kernel are allocated before its launch; fake ones have no address to write to.
     """
 
     def skip(name: str, module: Any) -> None:
@@ -143,7 +147,7 @@ def _not_compiled(function: Any = None, **_: Any) -> Any:
 
 
 def _without_operators(tracker: StorageTracker | None = None) -> list[tuple[Any, str, Any]]:
-    """Return changes that keep DeepSpeed from compiling operators, which would read memory."""
+    """Return changes that keep DeepSpeed from compiling operators, which would access memory."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     communication: Any = importlib.import_module("deepspeed.comm.torch")
@@ -214,7 +218,7 @@ def ulysses_groups(module: torch.nn.Module, *, size: int, micro_batch: int) -> A
 
 
 def _patch_moves(tracker: StorageTracker, device_type: str) -> None:
-    """Patch `Module.to`: parked tensors that move to the device get storages that count there."""
+    """Patch `Module.to`: tensors parked on the host (see `StorageTracker`) count on the device."""
     original = torch.nn.Module.to
 
     def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:

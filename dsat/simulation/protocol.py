@@ -1,7 +1,7 @@
 """Messages between the client and the server of simulations: JSON files in a private folder.
 
-The server writes the facts of its script, and the client writes questions. Each simulation, a
-process of its own, writes its answer; the server answers for one that died.
+The server writes the facts of its script, and the client writes questions. Each simulation is a
+separate process, and writes its answer. If it dies, the server answers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Question(NamedTuple):
 
     Attributes:
         config: the whole DeepSpeed configuration; the script's values replace "auto" in it.
-        micro_batch: takes precedence over the configuration's.
+        micro_batch: replaces the configuration's.
+        slots, rank: number of ranks, and the rank to simulate.
         switches: values to set on the model; the simulator adds its own.
         activations_only: whether to simulate only the model's passes, without DeepSpeed.
         traced: whether to record kernels and collectives.
@@ -64,12 +65,12 @@ class ScriptFacts(NamedTuple):
 
     Attributes:
         sequence_length: tokens per sample of its first batch; None if samples are other data.
-        hidden_size: of its model, by which a Trainer fills in "auto"; None if it is not known.
+        hidden_size: hidden size, by which a Trainer fills in "auto"; None if it is not known.
         model_takes: the model's `max_position_embeddings`; 0 if it has none.
-        sizes: fields of `ModelFacts` that need no simulation: numbers of parameters, bytes of one,
+        sizes: fields of `ModelFacts` that need no simulation: sizes of parameters,
             `uses_zero_init` and `hidden_size`.
-        optimizer: an `optimizer` section for the one that the script passes to
-            `deepspeed.initialize`; empty if it passes none.
+        optimizer: an `optimizer` section that describes the optimizer passed to
+            `deepspeed.initialize`; empty if there is none.
     """
 
     sequence_length: int | None

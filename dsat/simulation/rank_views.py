@@ -1,7 +1,7 @@
 """Views of a flat tensor's parts, one per rank, at the cost of a single view.
 
-With hundreds of ranks, DeepSpeed's loops over them would take most of a simulation. Only sizes
-count, so one view stands for all parts of the same size.
+With hundreds of ranks, DeepSpeed's loops over ranks would take most of a simulation's time. Only
+sizes matter there, so one view stands for all parts of the same size.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ _SMALLEST = 2**10  # elements of a part; a script may look at the values of smal
 class RankViews:
     """Views that stand for parts of flat tensors.
 
-    Only the last view is remembered, since a loop over ranks requests its parts in a row. Weak
-    references keep no storage alive.
+    Only the last view is remembered, since a loop over ranks requests its parts in a row. It is
+    held by a weak reference, so that it keeps no storage alive.
     """
 
     def __init__(self, ranks: int) -> None:

@@ -1,13 +1,15 @@
-"""Simulation server: simulates candidates with the model, the batch and the loss of a script.
+"""Simulation server: it simulates candidates with the model, the batch and the loss of a script.
 
-The script runs as usual, with large parameters that take no memory (`fake_parameters`), until its
-first training step. There the process waits for candidates in a folder, and forks a child for each,
-at most one per processor core at once. The child undoes what the engine did to the model, builds
-DeepSpeed's engine for the candidate on fake tensors, and runs up to the last forward pass of the
-second optimizer step. Then the script continues with its outputs, so the loss, which can be half of
-the activations, is the script's own. The child answers and ends when the script calls
-`engine.backward`, or `engine.step` after `loss.backward()`. Candidates of activations alone run the
-model without an engine.
+A candidate is a configuration to simulate. The script runs as usual, with large parameters that
+take no memory (`fake_parameters`), until its first training step. There the process waits for
+candidates in a folder, and forks a child for each, at most one per processor core at once.
+
+The child undoes what the script's engine did to the model, builds DeepSpeed's engine for the
+candidate on fake tensors, and runs up to the last forward pass of the second optimizer step. Then
+the script continues with the outputs of this pass. So the loss, which can be half of the
+activations, is the script's own. The child answers and ends when the script calls
+`engine.backward`, or `engine.step` after `loss.backward()`. Candidates with `activations_only` run
+the model without an engine.
 
 Batch data are recognised by their first dimension, so the script runs with a micro batch that is an
 unlikely size of anything else (`CAPTURED_MICRO_BATCH`); see `Captured.shape_for`.
@@ -114,7 +116,10 @@ class SimulationServer:
     # -- candidates
 
     def _serve(self, model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Simulate candidates until the client ends. Only a child returns, with its outputs."""
+        """Simulate candidates until the client ends.
+
+        Only a forked child returns, with the outputs of its forward pass.
+        """
         self._fakes.uninstall()
         self._fakes = None
         TRIAL.progress.set_activity("")
@@ -173,7 +178,7 @@ class SimulationServer:
             self.failed(error)
 
     def failed(self, error: BaseException | None) -> str:
-        """Answer with the failure and exit, in a child; otherwise explain why the script failed.
+        """In a child, answer with the failure and exit; otherwise, explain why the script failed.
 
         Returns:
             The reason, if it differs from the error's own message; otherwise an empty string.
@@ -221,7 +226,7 @@ def limit_time(processor_s: float) -> None:
 
 
 def limit_memory() -> int:
-    """Limit how much this process and each child may allocate; return the limit in bytes."""
+    """Limit how much memory this process and each child may allocate; return the bytes."""
     part = int(_PART_OF_AVAILABLE * host_limits.available_bytes())
     limit = min(_MOST_BYTES, max(_LEAST_BYTES, part))
     limit_data(limit)

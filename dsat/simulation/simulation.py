@@ -36,7 +36,7 @@ from dsat.values.zero_strategy import of_config
 
 
 class _FakeDevice:
-    """Fake device or fake CPU with its tracker; it makes all tensors of this process fake."""
+    """Fake device or fake CPU, with its tracker; all tensors of this process become fake."""
 
     def __init__(self, captured: Captured, candidate: Question) -> None:
         self._captured = captured
@@ -91,7 +91,7 @@ class _FakeDevice:
     # -- the script's own tensors
 
     def _adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a fake tensor for a real one, in the candidate's shape; scalars unchanged."""
+        """Return a fake tensor in the candidate's shape for a real one; leave scalars unchanged."""
         known = self._adopted.get(id(tensor))
         if known is not None:
             return known[1]
@@ -111,7 +111,7 @@ class _FakeDevice:
 
 
 class _AnyLoss(torch.autograd.Function):
-    """Loss of 0 that gives each parameter a gradient without running the model."""
+    """Loss that gives each parameter a gradient without running the model; its value is 0."""
 
     @staticmethod
     def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
@@ -131,8 +131,8 @@ class Simulation(_FakeDevice):
         self.tracker.workspace_bytes = candidate.workspace_bytes
         self._engine = self._make_engine()
         self._dtype = next(self._engine.module.parameters()).dtype
-        # Kept, because methods of the script's engine replace these later, and Lightning replaces
-        # the module's `forward` for a single call.
+        # Keep the originals: methods of the script's engine replace these later, and Lightning
+        # replaces the module's `forward` for a single call.
         self._engine_backward, self._engine_step = self._engine.backward, self._engine.step
         self._engine_forward = self._engine.forward
         self._module_forward = vars(self._engine.module).get("forward")
@@ -162,7 +162,7 @@ class Simulation(_FakeDevice):
         if captured.uses_zero_init:
             patches.partition_in_stage_3(captured.snapshot.module, arguments["config"])
         engine, *_ = captured.initialize(**arguments)
-        if shared.tensor > 1:  # it compares the ranks' batches
+        if shared.tensor > 1:  # compares the ranks' batches
             engine.first_dataloader_check.remove()
         engine.train()
         engine.set_gradient_accumulation_boundary = lambda is_boundary: None
@@ -181,14 +181,14 @@ class Simulation(_FakeDevice):
         }
 
     def become(self, engine: Any) -> None:
-        """Turn the script's engine into the candidate's; the script may hold many references."""
+        """Turn the script's engine into the candidate's; the script may hold references to it."""
         object.__setattr__(engine, "__dict__", self._engine.__dict__)
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run up to the last forward pass of the second optimizer step; return its outputs.
 
-        The first step allocates all persistent state, and any loss will do for it. Only stage 3
-        runs the model in it, because its engine records the order of modules there.
+        The first step allocates all persistent state, for which any loss is good enough. Only in
+        stage 3 does this step run the model, since the engine then records the order of modules.
         """
         needs_modules = of_config(self._candidate.config).stage == 3
         with outside_of_contexts():
@@ -300,7 +300,7 @@ class ActivationPass(_FakeDevice):
             self.tracker.begin("first gradient")
 
     def result(self) -> dict[str, Any]:
-        """Return peaks by phase, bytes held before and after the passes, and a trace if any."""
+        """Return peaks by phase, bytes held before and after the passes, and any trace."""
         peaks = {
             name: self.tracker.peak(name, self._kind)
             for name in ("forward", "backward", "first gradient", MATMUL)
@@ -319,7 +319,10 @@ class ActivationPass(_FakeDevice):
 
 
 def _some_loss(outputs: Any) -> torch.Tensor:
-    """Return the first trained scalar output, or else the sum of the means of trained outputs."""
+    """Return a loss: the first scalar output that requires a gradient.
+
+    If there is none, return the sum of the means of all outputs that require a gradient.
+    """
     trained = [t for t in tensors_in(outputs) if t.requires_grad and t.is_floating_point()]
     if not trained:
         raise SimulationUnsupported("no output of the model depends on its parameters")

@@ -22,7 +22,7 @@ from dsat.simulation.operator_trace import OperatorTrace
 aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
 DEVICE, HOST, PINNED, ALL = "device", "host", "pinned", "all"
-MATMUL = "matmul"  # name of the peaks while matrices are multiplied, in addition to the phases'
+MATMUL = "matmul"  # a further name besides the phases: for peaks during products of matrices
 _MATMULS = frozenset((aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default))
 _CUDA_BLOCK_BYTES = 512  # kMinBlockSize, c10/core/AllocatorConfig.h
 
@@ -31,11 +31,12 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that counts the storages of fake tensors, operator by operator.
 
     Parameters that a script built on the host are simulated on the device from the beginning,
-    because a fake tensor cannot change its device. Until DeepSpeed moves them they are "parked":
-    counted as the host's.
+    because a fake tensor cannot change its device. Until DeepSpeed moves them, they are "parked":
+    they count as memory of the host.
 
     Attributes:
-        workspace_bytes: workspace of cuBLAS, during a product or, if torch keeps it, from then on.
+        workspace_bytes: size of cuBLAS's workspace. It counts during a product of matrices or, if
+            torch keeps it, from the first product on.
         trace: recorder of operators; None if nothing is recorded.
     """
 
@@ -106,7 +107,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._forced = before
 
     def is_parked(self, tensor: torch.Tensor) -> bool:
-        """Return True if a tensor of the device counts as the host's."""
+        """Return True if a tensor of the device counts as memory of the host."""
         on_device = tensor.device.type == self._device_type
         return on_device and self._place.get(tensor.untyped_storage()) == HOST
 
@@ -153,7 +154,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._has_multiplied = True
 
     def ran_compiled(self, args: Sequence[Any]) -> None:
-        """Trace a call of an operator that DeepSpeed compiles, of which a stand-in runs here."""
+        """Record a call of an operator that DeepSpeed compiles; here, a stand-in runs instead."""
         if self.trace is not None:
             self.trace.record_compiled(self._phase, args)
 
@@ -166,6 +167,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def keeps_workspace() -> bool:
     """Return whether torch keeps the workspace of cuBLAS after the first product.
 
-    It does before 2.15, later with TORCH_CUBLAS_WORKSPACE_CACHE=1 (ATen/cuda/CUDAContextLight.h).
+    torch below 2.15 does. From 2.15 on, it does with TORCH_CUBLAS_WORKSPACE_CACHE=1
+    (ATen/cuda/CUDAContextLight.h).
     """
     return torch.__version__ < "2.15" or os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE") == "1"

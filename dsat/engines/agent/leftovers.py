@@ -25,7 +25,7 @@ _PORTS_FILE = "used-ports"
 _SAME_TIME_S = 1.0
 _ROUNDS, _PAUSE_S = 200, 0.02
 _OFFLOADED = ("offload_optimizer", "offload_param")
-_OLD_S = 15 * 60.0  # age of a lock whose compiler has surely ended
+_OLD_S = 15 * 60.0  # a lock of this age no longer belongs to a running compiler
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -35,7 +35,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 def end_processes(run: Path) -> list[int]:
     """Kill a run's processes on this machine, unlink its shared memory, and return the PIDs.
 
-    The caller must hold the run's lock and have ended its supervisors.
+    The caller must hold the run's lock, and must have ended the run's supervisors.
     """
     run = run.resolve()
     ended: set[int] = set()
@@ -56,7 +56,7 @@ def end_processes(run: Path) -> list[int]:
 
 
 def owner_mark() -> dict[str, str]:
-    """Return the variable that identifies this process in all processes that dsat starts.
+    """Return an environment variable that marks processes as started by this process.
 
     Its value holds the PID and, since PIDs recur, the boot ID, PID namespace and creation time.
     """
@@ -65,7 +65,7 @@ def owner_mark() -> dict[str, str]:
 
 
 def end_orphans() -> list[int]:
-    """Kill processes of this PID namespace whose dsat has died; return their PIDs."""
+    """Kill this PID namespace's processes that a dead dsat process started; return their PIDs."""
     ended = set()
     for process, variables in _own_processes():
         with contextlib.suppress(psutil.Error, OSError, ValueError):
@@ -92,7 +92,10 @@ def _place_of(pid: int) -> str:
 
 
 def _own_processes() -> Iterator[tuple[psutil.Process, Mapping[str, str]]]:
-    """Yield processes whose variables are readable, except this one and its ancestors."""
+    """Yield processes and their environment variables, except this process and its ancestors.
+
+    Processes whose variables this user cannot read are left out.
+    """
     above = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -112,8 +115,8 @@ def note_port(run: Path, port: int) -> None:
 def unlink_shared_memory(file: Path, *ports: int) -> None:
     """Unlink the shared memory, 66 MiB per rank, that DeepSpeed's CPU backend leaves behind.
 
-    Its name contains the trial's port (csrc/cpu/comm/shm.cpp). `file` lists more ports, one a line;
-    it may be missing, and scripts may have written other text to it.
+    Its name contains the trial's port (csrc/cpu/comm/shm.cpp). `file` lists more ports, one a line.
+    It may be missing, or hold other text that a script wrote.
     """
     lines = [str(port) for port in ports]
     with contextlib.suppress(OSError, ValueError):
@@ -129,10 +132,10 @@ def unlink_shared_memory(file: Path, *ports: int) -> None:
 
 
 def choose_swap_folders(config: Mapping[str, Any], run: Path, trial: str) -> dict[str, Any]:
-    """Return settings that make a trial swap to a folder of its own; empty without NVMe.
+    """Return settings that give a trial a separate swap folder; empty without NVMe.
 
-    DeepSpeed empties its swap folder when it starts, although other trials may use it (deepspeed
-    0.19.8, runtime/swap_tensor/partitioned_param_swapper.py).
+    DeepSpeed empties its swap folder when it starts, even if another trial uses the same folder
+    (deepspeed 0.19.8, runtime/swap_tensor/partitioned_param_swapper.py).
     """
     # The name must be unique: runs of two projects, or on two hosts, may have equal names.
     place = f"{socket.gethostname()}:{run.resolve()}"
@@ -161,9 +164,9 @@ def _find_nvme_sections(config: Mapping[str, Any]) -> list[tuple[str, dict[str, 
 class CompilerLocks:
     """Lock files that killed processes leave where DeepSpeed compiles operators.
 
-    torch's lock is held as long as its file exists (torch/utils/file_baton.py): once a compiling
-    process was killed, all later ones wait for ever. Locks older than this object are kept, because
-    a container may hold them, and its processes are invisible here.
+    torch holds a lock as long as the file exists (torch/utils/file_baton.py). If a compiling
+    process is killed, all later ones wait for ever. Locks older than this object are kept: a
+    process in a container, which is invisible here, may hold them.
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
@@ -195,7 +198,7 @@ class CompilerLocks:
 
 
 def _torch_waits_for_files() -> bool:
-    """Return whether torch waits until a lock file is gone; newer versions lock the open file."""
+    """Return whether torch waits for a lock file's removal; newer versions lock the open file."""
     spec = importlib.util.find_spec("torch")
     folder = Path(str(spec.origin if spec else "")).parent
     with contextlib.suppress(OSError):
@@ -214,7 +217,7 @@ def _is_open(path: Path) -> bool:
 
 
 def _extensions_folder(env: Mapping[str, str]) -> Path:
-    """Return torch's folder of compiled operators (torch/utils/cpp_extension.py, _appdirs.py)."""
+    """Return torch's folder for compiled operators (torch/utils/cpp_extension.py, _appdirs.py)."""
     given = env.get("TORCH_EXTENSIONS_DIR")
     cache = env.get("XDG_CACHE_HOME", str(Path(env.get("HOME") or home()) / ".cache"))
     return Path(given) if given else Path(cache) / "torch_extensions"

@@ -40,8 +40,11 @@ def become_rank(
     """Turn this process into a rank or the user's command.
 
     Args:
-        request: a launch request (`dsat.engines.agent.supervisor`); `rank` is one of its ranks.
+        request: a launch request (`dsat.engines.agent.supervisor`).
+        rank: the element of the request's `ranks` to start.
         leader: process group of the trial; 0 for a new one.
+        parent: PID of the supervisor.
+        descriptors: file descriptors of the supervisor to close.
     """
     status = 1
     try:
@@ -83,8 +86,8 @@ def become_rank(
 
 
 def _execute(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
-    """Replace this process by a program, as a shell would."""
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores
+    """Replace this process with a program, as a shell would."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execve(command[0], list(command), env)  # noqa: S606
@@ -126,9 +129,9 @@ def _run_program(words: Sequence[str]) -> None:
         sys.argv = list(words[1:])
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
-        # Make `__file__` absolute, as Python does: a script may change folders, or spawn itself.
+        # Make `__file__` absolute, as Python does: a script may change its folder, or spawn itself.
         script = os.path.abspath(words[0])
-        # Python imports modules beside the real file; others may lie beside a link to it.
+        # Python finds modules beside the real file; if the script is a link, also look beside it.
         beside = dict.fromkeys(map(os.path.dirname, (os.path.realpath(script), script)))
         sys.path[:0] = list(beside)
         sys.argv = list(words)

@@ -12,7 +12,7 @@ input does, because dsat may be killed at any time.
 
 Requests:
     {"op": "warm", "modules": [...],
-     "device": variables that limit a process to one device}
+     "device": environment variables that limit a process to one device}
     {"op": "launch", "trial": id, "folder": path, "cwd": path, "port": n,
      "fork": whether ranks run their Python program in a fork of the supervisor,
      "starts_ranks": whether the processes are ranks; else a command starts the ranks,
@@ -20,7 +20,7 @@ Requests:
      "swap": [folders on NVMe that only this trial uses; removed at its end],
      "logs": [name, name] of their standard output and standard error,
      "linger_s": seconds that ranks may run after one has ended with status 0; null: no limit,
-     "done": name of a file in the folder, or null: the trial is killed soon after it appears}
+     "done": name of a file in the folder; the trial is killed soon after it appears; or null}
     {"op": "kill", "trial": id, "grace_s": seconds in which it may end by itself}
     {"op": "look", "files": [path, ...], "folder": path}
     {"op": "ping"}
@@ -30,7 +30,7 @@ Answers, each after `MARK`:
      "is_folder": whether the folder exists, "pid": of the supervisor}
     {"event": "pong"}
     {"event": "ended", "trial": id, "statuses": [exit status or -signal by rank],
-     "killed": [whether the supervisor killed it, by rank]}
+     "killed": [whether the supervisor killed the rank, by rank]}
 The supervisor also ends if a rank cannot be killed, so that no other trial gets its device.
 """
 
@@ -67,9 +67,9 @@ from dsat.values.files import digest
 
 # Precedes each answer, because a login shell on another host may print anything.
 MARK = b"dsat-answer "
-# After a rank fails, the others soon fail, too; their reports may explain more.
+# After a rank fails, the others soon fail, too, and their reports may explain more.
 GRACE_AFTER_FAILURE_S = 0.3
-# A killed process ends when its last system call returns; a call of a driver may never return.
+# A killed process ends when its last system call returns; a call of a driver may never do so.
 _STUCK_AFTER_S = 60.0
 _GONE_WITHIN_S = 2.0
 _TRACKED_WITHIN_S = 10.0  # enough for a resource tracker to unlink everything on a busy host
@@ -278,7 +278,7 @@ class Supervisor:
         _kill_until_gone(lambda: group.descendants | self._strays(group), until)
 
     def _strays(self, ended: _Group) -> set[int]:
-        """Return orphans of a trial, which this subreaper adopted, and their descendants."""
+        """Return the orphans of a trial, now children of this subreaper, and their descendants."""
         ranks = {pid for group in (ended, *self._groups.values()) for pid in group.pids}
         strays = _descendants([os.getpid()], recursive=False) - ranks - self._helpers
         if self._groups:  # other trials may have left orphans, too
@@ -295,7 +295,7 @@ class Supervisor:
 
 
 def _descendants(pids: Iterable[int], *, recursive: bool = True) -> set[int]:
-    """Return the descendants of processes, in any process group; children unless `recursive`."""
+    """Return descendants of processes, in any process group; only children unless `recursive`."""
     found: set[int] = set()
     for pid in pids:
         with contextlib.suppress(psutil.Error):
@@ -330,8 +330,8 @@ def _kill_all(pids: Collection[int]) -> None:
 def _kill_until_gone(find: Callable[[], set[int]], until: float = math.inf) -> None:
     """Kill the processes that `find` returns; wait until they are gone, or 2 s if they are stuck.
 
-    Python's resource trackers are killed later, at `until` or after 10 s: they unlink the shared
-    memory of ranks, which exit without clean-up, and then end by themselves. `find` is called
+    Python's resource trackers unlink the shared memory of ranks, which exit without clean-up, and
+    then end by themselves. They are killed only at `until` or after 10 s. `find` is called
     repeatedly, because some processes become orphans only when others end.
     """
     tracked_until = min(until, time.monotonic() + _TRACKED_WITHIN_S)

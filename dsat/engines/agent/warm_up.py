@@ -32,7 +32,7 @@ def warm_up(modules: Sequence[str], device: Mapping[str, str]) -> str:
     """Import modules; return why ranks cannot be forked afterwards, empty if they can be.
 
     Args:
-        device: variables that limit a process to one device.
+        device: environment variables that limit a process to one device.
     """
     adapters.install()
     import numpy  # noqa: F401
@@ -94,7 +94,7 @@ class _Starters:
 
 
 def _importing_module() -> str:
-    """Return the name of the module whose import is the innermost caller; empty without one."""
+    """Return the name of the module that is being imported, the innermost one; empty if none."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "<module>":
         frame = frame.f_back
@@ -104,7 +104,7 @@ def _importing_module() -> str:
 def _check_fork_safe(accelerator: str, device: Mapping[str, str]) -> str:
     """Return why a forked process cannot use a device; empty if it can, or on a CPU.
 
-    An import can silently prevent it, for example by asking for the number of devices.
+    An import can silently prevent that, for example if it asks for the number of devices.
     """
     if accelerator == "cpu" or "torch" not in sys.modules:
         return ""

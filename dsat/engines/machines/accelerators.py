@@ -1,4 +1,4 @@
-"""Inspect the accelerators of this machine, and print its slots as JSON.
+"""Inspection of this machine's accelerators, as a program that prints the slots as JSON.
 
     python3 -m dsat.engines.machines.accelerators
 
@@ -26,10 +26,11 @@ from dsat.engines.machines.machine import (
 from dsat.values import format as fmt
 from dsat.values import host_limits
 
-NAMED = "DSAT_NAMED_DEVICES"  # variable: devices that the user's command names
-# A device is busy if other programs use more than both; a desktop or a monitor may use less.
+NAMED = "DSAT_NAMED_DEVICES"  # variable with the devices that the user's command names
+# A device is busy if other programs use more than this fraction of its memory, and more than these
+# bytes. A desktop or a monitor uses less.
 _BUSY_FRACTION, _BUSY_BYTES = 0.1, 2**30
-_IN_USE = "DSAT_MEMORY_IN_USE"  # variable: bytes by UUID, before the user's command began
+_IN_USE = "DSAT_MEMORY_IN_USE"  # variable with bytes by UUID, before the user's command began
 _USED_MEMORY = ("nvidia-smi", "--query-gpu=uuid,memory.used", "--format=csv,noheader,nounits")
 _ANSWER_LIMIT_S = 20.0
 
@@ -98,7 +99,11 @@ def _inspect() -> Machine:
 
 @dataclass(frozen=True)
 class _Device:
-    """A device, inspected by a process that does not use it; `taken_bytes` is 0 without CUDA."""
+    """A device, inspected by a process that does not use it.
+
+    Attributes:
+        taken_bytes: memory that other programs use; 0 without CUDA.
+    """
 
     device: str
     name: str
@@ -128,7 +133,7 @@ class _Device:
 
 
 def variables_of_memory_in_use() -> dict[str, str]:
-    """Return a variable that records the memory in use on NVIDIA devices; empty if unknown."""
+    """Return an environment variable with the memory in use on NVIDIA devices; none if unknown."""
     try:
         told = subprocess.run(  # noqa: S603
             _USED_MEMORY, capture_output=True, text=True, check=True, timeout=_ANSWER_LIMIT_S
@@ -161,7 +166,7 @@ def find_chosen_devices(
 
 
 def _invisible(accelerator: str, device: str) -> str:
-    """Return a message: why the driver does not show a device that the user chose."""
+    """Return a message that explains why the driver does not show a device that the user chose."""
     if device.startswith("MIG-"):
         return f"{accelerator} {device} is left out: CUDA gives a process one MIG device"
     return f"{accelerator} {device} is left out: there is none, or one before it is not there"

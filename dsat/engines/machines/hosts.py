@@ -15,13 +15,14 @@ UNSEEN = Machine("", "", (), (), 0)
 
 @dataclass(frozen=True)
 class Host:
-    """A host on which dsat starts processes through three pipes.
+    """A host on which dsat starts processes, with pipes for their three standard streams.
 
     Attributes:
         machine: the devices; `UNSEEN` before they are inspected.
-        name: for messages; empty for the machine of `--engine local`.
-        prefix: words before a command that run it there, such as srun; empty if none are needed.
-        call: function that runs commands there instead (see `Reach`); None except on Ray.
+        name: name in messages; empty for the machine of `--engine local`.
+        prefix: words to put before a command to run it there, such as srun; may be empty.
+        is_here: whether this process runs on the host.
+        call: on Ray, a function that runs commands there instead of `prefix` (see `Reach`).
     """
 
     machine: Machine = UNSEEN
@@ -37,7 +38,7 @@ class Host:
 
 
 def disable_segments(hosts: Iterable[Host]) -> tuple[Host, ...]:
-    """Return the hosts, with expandable segments of torch's allocator off in their ranks."""
+    """Return the hosts with expandable segments of torch's allocator disabled in their ranks."""
     return tuple(
         replace(host, machine=replace(host.machine, expandable_segments=False)) for host in hosts
     )

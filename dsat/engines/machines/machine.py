@@ -1,4 +1,4 @@
-"""Slots of a machine; `dsat.engines.machines.accelerators` inspects them in another process."""
+"""Slots of a machine, which `dsat.engines.machines.accelerators` inspects in another process."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Machine(Recorded):
         memory_bytes: memory of the smallest device; on a CPU, of the host within the limits of its
             control groups.
         expandable_segments: whether ranks may use expandable segments of torch's allocator.
-        left_out: messages on devices that are not used, with the reasons.
+        left_out: messages about devices that are not used, with the reasons.
         software: versions (Python, torch, DeepSpeed) that hosts must share; empty if not imported.
-        cores: processor cores that processes may use, the first hardware thread of each.
+        cores: the first hardware thread of each processor core that processes may use.
         threads: number of hardware threads that processes may use at once.
-        allowed: on a CPU, all cores that processes may use; `devices` are fewer under a quota.
+        allowed: on a CPU, all cores that processes may use; with a quota, `devices` are fewer.
     """
 
     accelerator: str
@@ -94,24 +94,24 @@ class Machine(Recorded):
         return len(self.devices)
 
     def variables_of(self, slots: Sequence[int]) -> dict[str, str]:
-        """Return variables that limit a process to the devices of some slots."""
+        """Return environment variables that limit a process to the devices of some slots."""
         return {
             variable: ",".join(self.devices[slot] for slot in slots)
             for variable in self.visible_devices
         }
 
     def devices_of(self, slots: Sequence[int]) -> list[str]:
-        """Return the devices of some slots; none for a machine that was not inspected."""
+        """Return the devices of some slots; empty for a machine that was not inspected."""
         return [self.devices[slot] for slot in slots if slot < len(self.devices)]
 
     def extend(self, count: int) -> Machine:
-        """Return the machine with CPU slots added up to `count`, if only a quota limits them."""
+        """Return the machine with more CPU slots, up to `count`, if only a quota limits them."""
         if not self.has_quota or self.num_slots < self.threads:
             return self
         return replace(self, devices=self.allowed[: max(count, self.num_slots)])
 
     def at(self, positions: Sequence[int]) -> Machine:
-        """Return the machine with only the devices at some positions; all without positions."""
+        """Return the machine with only the devices at `positions`; with all if it is empty."""
         names = dict(enumerate(self.devices))
         return self.only([names.get(n, str(n)) for n in positions], ())
 
@@ -123,7 +123,7 @@ class Machine(Recorded):
             without: devices to leave out.
 
         Raises:
-            UserInputError: there are no such devices, or none are left.
+            UserInputError: a wanted device does not exist, or no device is left.
         """
         missing = [device for device in wanted if device not in self.devices]
         kept = [device for device in wanted or self.devices if device not in without]
@@ -170,12 +170,12 @@ class Machine(Recorded):
 
 
 def are_close(*sizes: int) -> bool:
-    """Return whether memory sizes may be of one kind of device: firmware reserves up to 2 %."""
+    """Return whether memory sizes differ by at most 2 %, which a device's firmware may reserve."""
     return min(sizes) >= (1 - _EQUAL_WITHIN) * max(sizes)
 
 
 def find_machine(variables: Mapping[str, str] | None = None) -> Machine:
-    """Inspect this machine, in a process with the given variables."""
+    """Inspect this machine, in a process with these environment variables."""
     [machine] = find_machines({"this machine": ()}, variables)
     return machine
 
@@ -188,8 +188,9 @@ def find_machine_for_simulations() -> Machine:
 def has_no_accelerator() -> bool:
     """Return whether `DS_ACCELERATOR` is cpu; if unset, whether there is surely no accelerator.
 
-    Each kind needs a driver's library, its device files, or a package that extends torch (deepspeed
-    0.19.8: accelerator/real_accelerator.py). If any exists, only torch and DeepSpeed can tell.
+    Each kind of accelerator needs a driver's library, device files, or a package that extends torch
+    (deepspeed 0.19.8: accelerator/real_accelerator.py). If any exists, only torch and DeepSpeed can
+    tell.
     """
     chosen = os.environ.get("DS_ACCELERATOR")
     if chosen:
@@ -213,9 +214,13 @@ def has_library(name: str) -> bool:
 def find_machines(
     reaches: Mapping[str, Reach], variables: Mapping[str, str] | None = None
 ) -> list[Machine]:
-    """Inspect several machines in parallel, by processes with the given variables.
+    """Inspect several machines in parallel, in processes with these environment variables.
 
-    `reaches` maps the name of each machine to the way commands run on it. Raises EngineError.
+    Args:
+        reaches: how commands run on each machine, by the machine's name.
+
+    Raises:
+        EngineError: a machine could not be inspected.
     """
     looks = [_Look.begin(reach, variables) for reach in reaches.values()]
     deadline = time.monotonic() + _FIND_LIMIT_S
@@ -238,7 +243,7 @@ def _machine(name: str, answer: dict[str, Any] | str) -> Machine:
 
 @dataclass(frozen=True)
 class _Look:
-    """Process that inspects a machine, since that may initialize the accelerator."""
+    """Process that inspects a machine; inspection may initialise the accelerator."""
 
     process: Any
     errors: IO[bytes]
@@ -252,7 +257,7 @@ class _Look:
         return cls(process, errors)
 
     def answer(self, deadline: float) -> dict[str, Any] | str:
-        """Return the machine as JSON, or a message why it could not be inspected."""
+        """Return the machine as JSON, or a message that says why it could not be inspected."""
         try:
             self.process.wait(max(_READ_LIMIT_S, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

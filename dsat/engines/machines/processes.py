@@ -1,4 +1,4 @@
-"""Start of commands on hosts, through a command such as ssh or an actor of Ray."""
+"""Start of commands on hosts, directly, through a command such as ssh, or by a Ray actor."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-# The words before a command that run it on a host; or a function that calls a method of a
-# `NodeActor` (`dsat.engines.places.ray_node`) and raises any exception if the node is lost.
+# How to run a command on a host: the words to put before it; or a function that calls a method of a
+# `NodeActor` (`dsat.engines.places.ray_node`), which raises some exception if the node is lost.
 Reach = Sequence[str] | Callable[..., Any]
 _LOST = 255  # exit status of a command whose host is lost
 _KILLED_WITHIN_S = 5.0
 
 
 def variables_with_dsat(own: Mapping[str, str]) -> dict[str, str]:
-    """Return variables with which Python imports dsat, but no modules of the current folder.
+    """Return environment variables for a Python process that imports dsat.
 
-    They are the variables of this process, updated with `own`.
+    They are those of this process, updated with `own`. The Python process does not import modules
+    of its current folder.
     """
     env = {**os.environ, **own}
     path = [*filter(None, [env.get("PYTHONPATH")]), str(Path(__file__).resolve().parents[3])]
@@ -33,8 +34,10 @@ def spawn(
 ) -> subprocess.Popen[bytes] | RemoteProcess:
     """Start a command on a host, with pipes for its standard input and output.
 
-    The command must name its program by an absolute path. `env` None means the variables of this
-    process. `errors` receives standard error; on Ray, only when the command has ended.
+    Args:
+        command: its first word must be the absolute path of the program.
+        env: None for the environment of this process.
+        errors: receives standard error; on Ray, only when the command has ended.
     """
     if callable(reach):
         return RemoteProcess(reach, command, dict(os.environ if env is None else env), errors)
@@ -69,7 +72,7 @@ class RemoteProcess:
         return self.returncode
 
     def kill(self) -> None:
-        """Kill the command; give up the host if the command does not end within 5 s."""
+        """Kill the command; if it does not end within 5 s, count the host as lost."""
         threading.Thread(target=self._request_kill, daemon=True).start()
         self._reader.join(_KILLED_WITHIN_S)
         if self.returncode is None:
@@ -93,7 +96,7 @@ class RemoteProcess:
                 while data := self._call("read", self._number):
                     pipe.write(data)
             status, text = self._call("wait", self._number)
-        except (Exception, SystemExit) as error:  # which Ray raises once it has shut down
+        except (Exception, SystemExit) as error:  # Ray raises it once it has shut down
             line = traceback.format_exception_only(error)[0].splitlines()[0]
             status, text = _LOST, f"{line}\n".encode()
         os.write(self._errors, text)

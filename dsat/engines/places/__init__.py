@@ -30,10 +30,10 @@ def options() -> list[Option]:
 
 
 def given_options(values: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Return the options of places that the user set, as values by keyword.
+    """Return the user's values of the places' options, by keyword.
 
     Raises:
-        UserInputError: an option is not one of the place that `engine` names.
+        UserInputError: an option does not belong to the place that `engine` names.
     """
     given = [own for own in options() if values.get(own.keyword) is not None]
     own_options = PROVIDERS[engine].options if engine in PROVIDERS else ()
@@ -45,5 +45,5 @@ def given_options(values: Mapping[str, Any], engine: str) -> dict[str, Any]:
 
 
 def detect(environment: Environment) -> str:
-    """Return the name of the first place that detects that dsat runs in it."""
+    """Return the name of the first place whose `detect` returns True."""
     return next(name for name, provider in PROVIDERS.items() if provider.detect(environment))

@@ -17,7 +17,8 @@ class Environment:
     """Facts by which a provider detects that dsat runs in its place.
 
     Attributes:
-        hostfile: machines of the launcher's hostfile, with positions of the devices to use; empty
+        variables: environment variables.
+        hostfile: positions of the devices to use, by machine of the launcher's hostfile; empty
             positions mean all devices.
         ssh_port: port for ssh to these machines; None for the configured one.
         master_address: address of the first machine; empty if the launcher names none.
@@ -33,9 +34,10 @@ class Provider(NamedTuple):
     """A place where hosts come from.
 
     Attributes:
-        acquire: reserves hosts for the duration of a context; the host of this process comes first.
-            Its second argument has the user's options by keyword. Raises UserInputError if these or
-            the environment do not suit the place, EngineError if it provides no hosts.
+        detect: returns whether dsat runs in the place.
+        acquire: returns a context manager that reserves hosts; the host of this process comes
+            first. The second argument has the user's options by keyword. Raises UserInputError if
+            these or the environment do not suit the place, EngineError if it provides no hosts.
     """
 
     detect: Callable[[Environment], bool]
@@ -49,6 +51,6 @@ def place_option(flag: str, help: str, **attributes: Any) -> Option:
 
 
 def inspect_machines(hosts: Sequence[Host]) -> list[Host]:
-    """Inspect the devices of hosts in parallel; return the hosts with them."""
+    """Inspect the devices of hosts in parallel; return the hosts with their `machine` set."""
     machines = find_machines({host.name: host.reach for host in hosts})
     return [replace(host, machine=each) for host, each in zip(hosts, machines, strict=True)]

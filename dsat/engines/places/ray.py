@@ -1,4 +1,4 @@
-"""Place: equal parts of nodes of a Ray cluster; an actor runs commands on each."""
+"""Place: equal parts of the nodes of a Ray cluster, with an actor on each to run commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 # Set in the driver of a submitted job (ray 2.60, `JobSupervisor`).
 _JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 _SETTLES_WITHIN_S, _RESERVED_WITHIN_S = 1.0, 10.0
-_THREADS = 64  # of one actor: up to three for each command that runs
+_THREADS = 64  # of one actor; a running command needs up to three
 _ENGINE = "--engine ray"
 OPTIONS = (
     place_option(
@@ -48,7 +48,7 @@ def detect(environment: Environment) -> bool:
 
 @contextlib.contextmanager
 def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
-    """Reserve the freest nodes of a cluster, in equal parts, or what the user requests."""
+    """Reserve equal parts of a cluster's nodes: those that the user requests, or the freest."""
     wanted = given.get("gpus_per_node")
     kind, slots = parse_slots(wanted) if wanted else ("", None)
     address = given.get("ray_address")
@@ -73,9 +73,16 @@ def reserved(
 ) -> Iterator[list[Host]]:
     """Reserve equal parts of nodes until the context or this process ends; yield the nodes.
 
-    The node of this process comes first, if used. `address` None means a cluster that Ray finds, or
-    a new one on this machine. Raises EngineError without a cluster, or if too little is free; with
-    both `nodes` and `slots`, waits instead.
+    The node of this process comes first, if it is reserved.
+
+    Args:
+        address: address of the cluster; None for one that Ray finds, or a new one on this machine.
+        nodes: number of nodes; None to choose.
+        slots: slots of each node; None to choose. If both numbers are set, wait for them.
+        kind: kind of accelerator; empty to choose.
+
+    Raises:
+        EngineError: there is no cluster, or too little is free.
     """
     import ray
 
@@ -96,7 +103,7 @@ def reserved(
 
 
 def _reserve(nodes: int | None, slots: int | None, kind: str) -> tuple[Parts, Any]:
-    """Reserve resources; return them with Ray's placement group."""
+    """Reserve parts of nodes; return them with Ray's placement group."""
     import ray
     from ray._private.state import available_resources_per_node  # the only source by node
     from ray.util.placement_group import placement_group

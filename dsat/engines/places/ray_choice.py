@@ -25,7 +25,10 @@ class NodeResources(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Equal parts of nodes; slots are processor cores if `accelerator` is empty."""
+    """Equal parts of nodes: the number of nodes, then the slots and cores of each.
+
+    Slots are processor cores if `accelerator` is empty.
+    """
 
     nodes: int
     accelerator: str
@@ -35,7 +38,7 @@ class Parts(NamedTuple):
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Resources to reserve on each node; a tiny amount of `kind` selects nodes that have it."""
+        """Resources to reserve on each node; a tiny amount of `kind` selects nodes of this kind."""
         kind = {_KIND + self.kind: 0.001} if self.kind else {}
         amounts = {_CPU: self.cpus, self.accelerator: self.slots} | kind
         return {name: amount for name, amount in amounts.items() if name and amount}
@@ -46,7 +49,11 @@ class Parts(NamedTuple):
 
 
 def parse_slots(text: str) -> tuple[str, int]:
-    """Parse `[TYPE:]N`, a kind of accelerator and a number; else raise UserInputError."""
+    """Parse `[TYPE:]N` into a kind of accelerator and a number.
+
+    Raises:
+        UserInputError: the text has another form.
+    """
     kind, _, number = text.rpartition(":")
     if not number.isdecimal() or int(number) == 0:
         raise UserInputError(
@@ -62,9 +69,9 @@ def choose(
 
     Args:
         count: number of nodes; None for all that have enough free slots.
-        slots: slots of each node; None for as many as the freest node has free. With `count` as
-            well, the parts need not be free, because an autoscaler may add nodes.
-        kind: kind of accelerator; empty for that of the freest node.
+        slots: slots of each node; None for as many as are free on the freest node. If `count` is
+            set, too, the parts need not be free, because an autoscaler may add nodes.
+        kind: kind of accelerator; empty for the kind of the freest node.
     """
     there = [name for name in _ACCELERATORS if any(node.total.get(name, 0) >= 1 for node in nodes)]
     accelerator = there[0] if there else "" if slots is None else _ACCELERATORS[0]

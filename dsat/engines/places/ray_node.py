@@ -1,6 +1,6 @@
 """Actor that runs commands on a node of a Ray cluster.
 
-Ray sends the code of the class to nodes, so it must use nothing but the standard library.
+Ray sends the code of the class to the nodes, so it must import only the standard library.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OF_DEVICES = tuple(
     "CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES ONEAPI_DEVICE_SELECTOR "
     "ASCEND_RT_VISIBLE_DEVICES HABANA_VISIBLE_MODULES".split()
 )
-# Ray kills the children of a process that ends. A grandchild can clean up when its input ends.
+# When a process ends, Ray kills its children. A grandchild can clean up when its input ends.
 _AS_GRANDCHILD = ("setsid", "--fork", "--wait", "env", "--chdir")
 
 
@@ -31,10 +31,11 @@ def _end_with_parent(pid: int) -> None:
 
 
 class NodeActor:
-    """Runs commands on a node; several threads call its methods.
+    """Runner of commands on a node; several threads call its methods.
 
-    With `cores`, commands use that many processor cores and no accelerator. With None, they use all
-    cores and the devices that Ray assigns to this process.
+    Args:
+        cores: number of processor cores for commands, which then use no accelerator. With None,
+            they use all cores, and the devices that Ray assigns to this process.
     """
 
     def __init__(self, cores: int | None) -> None:
@@ -42,7 +43,7 @@ class NodeActor:
         threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
         self._commands: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
         self._env = {name: os.environ[name] for name in _OF_DEVICES if name in os.environ}
-        # Out of memory, the kernel prefers to kill Ray's processes; commands would inherit that.
+        # The kernel kills Ray's processes first if memory runs out; commands would inherit that.
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
             file.write("0")
         if cores is not None:
@@ -50,7 +51,7 @@ class NodeActor:
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
 
     def spawn(self, command: Sequence[str], cwd: str, env: Mapping[str, str]) -> int:
-        """Start a command; return its number. Ignore variables of `env` that select devices."""
+        """Start a command; return its number. Ignore variables in `env` that select devices."""
         others = {name: value for name, value in env.items() if name not in _OF_DEVICES}
         pipe, errors = subprocess.PIPE, tempfile.TemporaryFile()  # noqa: SIM115
         words, variables = [*_AS_GRANDCHILD, cwd, *command], {**others, **self._env}
@@ -61,7 +62,7 @@ class NodeActor:
         return len(self._commands) - 1
 
     def read(self, number: int) -> bytes:
-        """Return the next bytes of a command's output; none at its end."""
+        """Return the next bytes of a command's output; no bytes at its end."""
         stdout = self._commands[number][0].stdout
         assert stdout is not None
         return stdout.read(65536)

@@ -1,6 +1,7 @@
 """Place: the Slurm allocation that dsat runs in.
 
-The supervisor of each node runs in one long step, so trials wait for no queue and no imports.
+On each node, the supervisor runs in one long step, so trials wait neither for a queue nor for
+imports.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dsat.errors import EngineError, UserInputError
 _log = logging.getLogger(__name__)
 _ANSWER_LIMIT_S = 60.0
 # Variables of the job that srun would read as options (`man srun`, input environment variables).
-# They are unset, so that only the options on its command line count.
+# dsat unsets them, so that only the options on srun's command line count.
 _OPTIONS_OF_SRUN = """
     SLURM_CPU_BIND SLURM_CPUS_PER_GPU SLURM_CPUS_PER_TASK SLURM_DISTRIBUTION SLURM_EXCLUSIVE
     SLURM_GPU_BIND SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_SOCKET SLURM_GPUS_PER_TASK
@@ -112,7 +113,7 @@ class Allocation:
         return self.count == 1 and bool(self.node)
 
     def find_nodes(self) -> list[Host]:
-        """Return the nodes; that of this process, if it is one of them, comes first.
+        """Return the nodes; the node of this process, if it is one of them, comes first.
 
         Raises:
             EngineError: a command of Slurm is missing or fails, or the job is not running.
@@ -157,8 +158,9 @@ class Allocation:
     def _prefix(self, node: str, cpus: int, gres: Mapping[str, str]) -> tuple[str, ...]:
         """Return the words that start a step with all of the job's resources on a node.
 
-        The step shares resources with other steps, and srun sees no variables that it would read as
-        options. If a job has a total number of GPUs (`--gpus`), a step only gets those it asks for.
+        The step shares resources with other steps. srun sees no variables that it would read as
+        options. In a job with a total number of GPUs (`--gpus`), a step gets only the GPUs that it
+        asks for.
         """
         return (
             "env",
@@ -179,7 +181,7 @@ class Allocation:
 
 
 def _ask(*command: str) -> str:
-    """Return the output of a command of Slurm; raise EngineError if it is missing or fails."""
+    """Run a command of Slurm and return its output; raise EngineError if it is missing or fails."""
     name = command[0]
     if shutil.which(name) is None:
         raise EngineError(f"Slurm's command {name} was not found. Start dsat where it is in PATH.")
@@ -202,7 +204,7 @@ def _ask(*command: str) -> str:
 
 
 def _expanded(cpus: str) -> list[int]:
-    """Expand Slurm's short form of a number for each node: 32(x2),16 is 32, 32, 16."""
+    """Expand Slurm's short form of one number per node: "32(x2),16" means [32, 32, 16]."""
     found = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", cpus):
         found += [int(count)] * int(times or 1)

@@ -23,7 +23,7 @@ from dsat.in_trial import loopback
 
 _log = logging.getLogger(__name__)
 _REACH_LIMIT_S = 60.0
-# Prints two words that no other host or container prints.
+# A shell command that prints two words, which no other host or container prints.
 _IDENTIFY = "cat /proc/sys/kernel/random/boot_id; uname -n"
 _PROXIES = {"proxyjump", "proxycommand"}
 _REFUSALS = ("Permission denied", "Host key verification failed")
@@ -66,10 +66,12 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
 
 
 def reach(names: Sequence[str], port: int | None) -> list[Host]:
-    """Return the hosts that have these names; the host of this process, if named, comes first.
+    """Return the hosts with these names; the host of this process, if named, comes first.
 
-    Raises UserInputError if ssh is missing, fails or asks for input, if this machine has two names,
-    or if ranks on other hosts cannot reach a host; EngineError if `ssh -G` fails.
+    Raises:
+        UserInputError: ssh is missing, fails or asks for input; or two names are of this machine;
+            or ranks on other hosts cannot reach a host.
+        EngineError: `ssh -G` fails.
     """
     if shutil.which("ssh") is None:
         raise UserInputError("needs ssh, which is not installed", where="--hostfile")
@@ -109,9 +111,13 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
 
 
 def _identities(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return two words that identify each host; its prefix runs the command that prints them.
+    """Return two words that identify each host, by name.
 
-    Raises UserInputError if a host does not answer, or if ssh needs a password.
+    Args:
+        prefixes: words to put before a command to run it on each host.
+
+    Raises:
+        UserInputError: a host does not answer, or ssh needs a password.
     """
     begun = {
         name: subprocess.Popen(  # noqa: S603
@@ -152,10 +158,10 @@ def _identities(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
 
 
 def _way_to(name: str, port: int | None) -> tuple[str, bool]:
-    """Return the address where ssh finds a host, and whether that is certainly the host's.
+    """Return the address at which ssh finds a host, and whether the host certainly has it.
 
-    Through a proxy, or on a port other than 22, which may be forwarded, it may be that of another
-    host. A name that this machine cannot resolve is returned as the address.
+    If ssh uses a proxy, or a port other than 22, which may be forwarded, the address may belong to
+    another host. If this machine cannot resolve the name, the address is the name.
     """
     try:
         configured = subprocess.run(  # noqa: S603

@@ -1,9 +1,10 @@
-"""Run a command on a host through ssh, with the streams, folder and variables of this process.
+"""Program that runs a command on a host through ssh, as if the command ran here.
 
     python3 -m dsat.engines.places.ssh_run [--port N] HOST COMMAND ...
 
-The folder and variables are sent through standard input, because all users of both hosts can read
-the arguments of processes. The command's standard input ends when this process does.
+The command gets the standard streams, current folder and environment variables of this process.
+Folder and variables are sent through standard input, because all users of both hosts can read the
+arguments of processes. The command's standard input ends when this process does.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SSH = (
     *("-o", "ServerAliveInterval=15"),
     *("-o", "ServerAliveCountMax=4"),
 )
-# Runs on the host; a single line, which any shell can pass in quotes.
+# A Python program that runs on the host; on a single line, which any shell can pass in quotes.
 _BEGIN = (
     "import json, os; "
     "start = json.loads(b''.join(iter(lambda: os.read(0, 1), b'\\n'))); "
@@ -36,7 +37,7 @@ _BEGIN = (
 
 
 def ssh_to(name: str, port: int | None) -> list[str]:
-    """Return the words before a command that run it on a host."""
+    """Return the words to put before a command to run it on a host."""
     return [*_SSH, *([] if port is None else ["-p", str(port)]), "--", name]
 
 

@@ -1,6 +1,7 @@
 """Calls that pass through an adapter.
 
-An exception that passes through this module is not an error of dsat: see `failures`.
+An exception of a function that this module calls does not count as an error of dsat: see
+`failures`.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ class Adapter(NamedTuple):
     """Function or method of a library, and the wrapper that is called instead.
 
     Attributes:
-        wrapper: what is called; the first paragraph of its docstring describes it to users.
+        wrapper: called instead of the function; its docstring's first paragraph is for users.
         versions: versions of the library that have the function; empty for all supported ones.
+        phases: phases of the process in which the wrapper is called.
     """
 
     module: str
@@ -64,9 +66,9 @@ class Adapter(NamedTuple):
 
 
 def entrance(adapter: Adapter, owner: Any = None) -> Callable[..., Any]:
-    """Return a wrapper for `wrapt` that calls an adapter's in its phases, else the function.
+    """Return a `wrapt` wrapper: it calls the adapter's wrapper in its phases, else the function.
 
-    `owner` is the object whose method is wrapped, if only that object's is, not its class's.
+    `owner`: the object, if a method is wrapped in one object only and not in its class.
     """
     wrapper, phases = adapter.wrapper, frozenset(adapter.phases)
     name = f"{adapter.module.partition('.')[0]}.{adapter.attribute}"

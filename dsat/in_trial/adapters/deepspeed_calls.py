@@ -41,8 +41,8 @@ def open_zero_init(call: Call) -> None:
     """Disable `zero.Init` below stage 3, unless a finished module is passed to it.
 
     Scripts often open it because their own configuration has stage 3. Lower stages cannot train a
-    partitioned model, and in stage 3 the engine itself partitions a whole one. Libraries
-    (`from_pretrained`) open it only in stage 3, so they need no warning.
+    model that it has partitioned. Libraries (`from_pretrained`) open it only in stage 3, so they
+    need no warning.
     """
     trial = call.trial
     zero = (trial.config or {}).get("zero_optimization") or {}
@@ -60,7 +60,7 @@ def open_zero_init(call: Call) -> None:
 
 
 def compile_operator(call: Call) -> Any:
-    """Show that DeepSpeed compiles an operator; meanwhile, lift a memory limit on CPUs."""
+    """Tell the user when DeepSpeed compiles an operator; suspend a memory limit on CPUs."""
     activity = f"compiling DeepSpeed's operator {call.owner.name}, once for all runs"
     with call.trial.progress.during(activity), call.trial.calls.around_compilation():
         return call.proceed()
@@ -69,7 +69,7 @@ def compile_operator(call: Call) -> Any:
 def available(call: Call) -> int:
     """Report at most the memory that `--slot-memory` allows.
 
-    ZeRO decides by this figure whether to flatten parameters on the device or on the host
+    From this number, ZeRO decides whether to flatten parameters on the device or on the host
     (deepspeed/runtime/zero/stage_1_and_2.py, 0.19.8).
     """
     free_bytes, meter = int(call.proceed()), call.trial.meter
@@ -81,7 +81,7 @@ def available(call: Call) -> int:
 
 
 def measure(phase: str) -> Callable[..., Any]:
-    """Return a wrapper for the engine's method of a phase of an optimizer step."""
+    """Return a wrapper for an engine's method: `forward`, `backward` or `step`."""
 
     def run_phase(call: Call) -> Any:
         """Measure the phase: time, samples, loss and memory."""

@@ -1,8 +1,8 @@
-"""Adapters of determined, by which an unmodified Determined script runs without a master.
+"""Adapters of determined, with which an unmodified Determined script runs without a master.
 
-determined is adapted as soon as the script imports it: `det.get_cluster_info()` returns the trial's
-hyperparameters, and `det.core.init()` returns a context whose metrics, checkpoints and searcher
-operations stay in the trial's folder. Relies on internals of determined 0.28 to 0.37.
+`det.get_cluster_info()` returns the trial's hyperparameters. `det.core.init()` returns a context
+whose metrics, checkpoints and searcher operations stay in the trial's folder. The adapters rely on
+internals of determined 0.28 to 0.37.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def _cluster_info(task: LocalTask) -> Any:
     from determined import _info
 
     config = {**_CONFIG_DEFAULTS, **task.experiment_config, "hyperparameters": dict(task.hparams)}
-    for section in ("optimizations", "profiling", "searcher"):  # in others, a merge adds a unit
+    for section in ("optimizations", "profiling", "searcher"):  # others must not be merged: they
+        # would get a second unit, as in {"batches": 0, "epochs": 1}
         config[section] = {**_CONFIG_DEFAULTS[section], **(config[section] or {})}
     return _info.ClusterInfo(
         master_url="http://127.0.0.1:8080",
@@ -201,7 +202,7 @@ def serve(call: Call) -> None:
 
 
 def write_user_code(call: Call) -> None:
-    """Copy no model code into checkpoints: its folder exists only in a cluster's containers."""
+    """Copy no model code into checkpoints: only a cluster's containers have its source folder."""
     if call.trial.task is None:
         call.proceed()
 

@@ -22,7 +22,7 @@ NOT_LOADED = (
     "{} loaded only the client state: model and optimizer fit only the stage that saved them"
 )
 INSTEAD = "trials leave older files alone: what the script writes is in the trial's folder instead"
-_BESIDE = ("dir_fd", "src_dir_fd", "dst_dir_fd")  # as `shutil.rmtree` passes them
+_BESIDE = ("dir_fd", "src_dir_fd", "dst_dir_fd")  # folder descriptors, which `shutil.rmtree` passes
 
 
 def _files_of(call: Call) -> UserFiles | None:
@@ -36,7 +36,7 @@ def _say(call: Call, text: str) -> None:
 
 
 def remove(call: Call) -> Any:
-    """Keep files and folders older than the trial; let the script create such a folder again."""
+    """Keep files and folders older than the trial, but let the script create the folder again."""
     files, path = _files_of(call), call.argument("path", 0)
     if files is None or not files.is_to_stay(path):
         return call.proceed()
@@ -65,7 +65,7 @@ def move(call: Call) -> Any:
 
 
 def create(name: str, position: int) -> Callable[..., Any]:
-    """Return a wrapper for a function that creates the path in an argument."""
+    """Return a wrapper for a function that creates the path named by an argument."""
 
     def create_folder_or_link(call: Call) -> Any:
         """Succeed if the path exists only because dsat kept it or another trial created it."""
@@ -109,9 +109,9 @@ def read(call: Call) -> Any:
 
 
 def save(name: str, position: int) -> Callable[..., Any]:
-    """Return a wrapper for a function that writes the file or folder in an argument.
+    """Return a wrapper for a function that writes the file or folder named by an argument.
 
-    Before the engine is made, it writes: the script may prepare data that it reads again.
+    Before the engine is made, the function does write: the script may prepare data for itself.
     """
 
     def save_model(call: Call) -> Any:
@@ -151,8 +151,8 @@ def load_checkpoint(call: Call) -> Any:
     return loaded
 
 
-# Model files of a DeepSpeed checkpoint, and their keys that are no client state (`_load_checkpoint`
-# of runtime/engine.py, 0.15.4 to 0.19.8).
+# Model files of a DeepSpeed checkpoint, and the keys in them that are not client state
+# (`_load_checkpoint` of runtime/engine.py, 0.15.4 to 0.19.8).
 _MODEL_STATES = "*mp_rank_00_model_states.pt"
 _OF_DEEPSPEED = frozenset(
     "module optimizer lr_scheduler sparse_tensor_module_names skipped_steps global_steps "
@@ -166,7 +166,7 @@ def client_state(folder: Path, tag: str | None) -> tuple[str | None, dict[str, A
     Model and optimizer are not loaded: a checkpoint fits one ZeRO stage, and trials use others.
 
     Returns:
-        The path of a file, and the client state; None for both if there is no checkpoint.
+        The path of a model file, and the client state; None for both if there is no checkpoint.
     """
     latest = folder / "latest"
     if tag is None and latest.is_file():

@@ -1,9 +1,8 @@
 """Hugging Face's Trainer and accelerate inside a trial.
 
-When the script makes its `TrainingArguments`, they get the trial's configuration and batch sizes,
-whether they come from the command line, a file or the script's code. A measured trial also turns
-off what would lengthen it, report it or save results. The libraries are adapted as soon as the
-script imports them. Written for transformers 4.46 to 5.23 and accelerate 1.15.
+When the script makes its `TrainingArguments`, the trial's configuration and batch sizes replace the
+script's, which may come from the command line, a file or code. Local trials also disable
+evaluation, reports, uploads and saving. Written for transformers 4.46 to 5.23 and accelerate 1.15.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ class TrainerSettings:
 
     Attributes:
         trial: None if the script itself uses the trial's configuration, as on a cluster.
-        config_path: file of the trial's DeepSpeed configuration; None keeps the script's own, with
-            its batch sizes.
+        config_path: file of the trial's DeepSpeed configuration; None keeps the script's own
+            configuration and batch sizes.
         max_steps: optimizer steps that a trial's training loop must allow; None in a full-length
             run.
-        batch_in_file: whether a file sets the script's batch sizes; dsat's result is then a copy.
+        batch_in_file: whether a file sets the script's batch sizes; the user gets a changed copy.
     """
 
     trial: Trial | None
@@ -70,7 +69,7 @@ class TrainerSettings:
 
 
 def prepare(trial: RunningTrial, args: Any) -> None:
-    """Set the fields of `TrainingArguments` that a trial decides, before they are checked."""
+    """Set the trial's values in `TrainingArguments`, before transformers checks the fields."""
     settings: TrainerSettings = trial.trainer
     if settings.max_steps is not None:
         _keep_short(args, settings.max_steps)
@@ -129,9 +128,9 @@ def _scheduled_steps(config: Mapping[str, Any]) -> int | None:
 
 
 def _share_sequences(args: Any, slots: int) -> bool:
-    """Set the size in the script's own `ParallelismConfig`; return whether it has changed."""
+    """Set the sequence-parallel size in a `ParallelismConfig`; return whether it has changed."""
     own = getattr(args, "parallelism_config", None)
-    if own is None or own.sp_size == slots:  # without one, environment variables set the size
+    if own is None or own.sp_size == slots:  # without a config, environment variables decide
         return False
     groups = rank_and_size()[1] // slots
     args.parallelism_config = replace(
@@ -173,9 +172,10 @@ def check_plugin(call: Call) -> Any:
 
 
 def train(call: Call) -> Any:
-    """Resume from no checkpoint, because the training could end before its first step.
+    """Resume from no checkpoint: a resumed training could end before its first step.
 
-    Raises InvalidTrial if the Trainer does not use DeepSpeed: it would train to its end and save.
+    Raises:
+        InvalidTrial: the Trainer does not use DeepSpeed, so no trial could stop it early.
     """
     if not getattr(call.owner, "is_deepspeed_enabled", True):
         raise InvalidTrial(NO_DEEPSPEED)
@@ -185,7 +185,7 @@ def train(call: Call) -> Any:
 def control(call: Call) -> None:
     """Keep the Trainer from saving and evaluating.
 
-    When it saves a checkpoint, it also deletes the user's older ones (`save_total_limit`).
+    When the Trainer saves a checkpoint, it also deletes older ones (`save_total_limit`).
     """
     name, value = call.args
     call.proceed_with(name, False if name in ("should_save", "should_evaluate") else value)

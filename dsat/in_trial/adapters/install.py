@@ -66,7 +66,7 @@ def install() -> None:
 def begin(folder: Path) -> None:
     """Activate the adapters for the trial in a folder; later calls do nothing.
 
-    The folder has no specification if the first run only records how ranks start.
+    If the first run only records how ranks start, the folder has no specification.
     """
     install()
     if TRIAL.folder is not None:
@@ -87,7 +87,7 @@ def adapt(module: ModuleType) -> None:
             continue
         owner, name = owner_of(adapter, module)
         if owner is None or not hasattr(owner, name):
-            continue  # in this version of the library
+            continue  # absent in this version of the library
         original = getattr(owner, name)
         if isinstance(original, property):
             setattr(owner, name, _adapted_property(original, adapter))
@@ -116,13 +116,13 @@ def adapt_models() -> None:
 
 
 def owner_of(adapter: Adapter, module: ModuleType) -> tuple[Any, str]:
-    """Return the module or class that has a function, or None; and the function's name in it."""
+    """Return the module or class that holds a function, None if absent, and the function's name."""
     above, _, name = adapter.attribute.rpartition(".")
     return (getattr(module, above, None) if above else module), name
 
 
 def _adapt_pathlib(name: str, original: Any, adapted: Any) -> None:
-    """Replace a function in pathlib of Python 3.10, which keeps references to `os` and `io`."""
+    """Replace a function in pathlib, which in Python 3.10 has its own references to it."""
     accessor = getattr(pathlib, "_NormalAccessor", None)
     if getattr(accessor, name, None) is original:
         setattr(accessor, name, adapted)

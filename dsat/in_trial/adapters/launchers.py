@@ -1,4 +1,4 @@
-"""Adapters of launchers, and of the starts and ends of processes."""
+"""Adapters of launchers, and of functions that start or end processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALONE_VARIABLE = "DSAT_ALONE"  # the user's command has no launcher
 def add_argument(call: Call) -> Any:
     """Record the script's flags; make the rank's number the default of `--local_rank`.
 
-    The script's default is mostly 0 or -1, and DeepSpeed refuses to run with another rank's number.
+    DeepSpeed refuses to run with another number, and the script's default is mostly 0 or -1.
     """
     local_rank, kwargs = call.trial.local_rank, call.kwargs
     if local_rank is not None and "--local_rank" in call.args and "action" not in kwargs:

@@ -9,10 +9,10 @@ from dsat.in_trial.adapters.calls import Call
 
 
 def set_up(call: Call) -> Any:
-    """Count optimizer steps as the trial's engine makes them.
+    """Set the Trainer's `accumulate_grad_batches` to the trial's accumulation steps.
 
-    Lightning counts them by `accumulate_grad_batches`; the count ends the training and schedules
-    the learning rate. This runs before Lightning makes the optimizer and the schedule (lightning
+    By this number Lightning counts optimizer steps, to end the training and to schedule the
+    learning rate. The wrapper runs before Lightning makes the optimizer and the schedule (lightning
     2.6).
     """
     trial, trainer = call.trial, call.argument("trainer", 0)

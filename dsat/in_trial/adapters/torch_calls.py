@@ -36,7 +36,7 @@ def backward(call: Call) -> Any:
 
 
 def build_model(call: Call) -> None:
-    """On CPUs, apply `--slot-memory` when the first model is built: imports do not count."""
+    """On CPUs, apply `--slot-memory` from the first model on, so that imports do not count."""
     act, call.trial.calls.before_model = call.trial.calls.before_model, None
     if act is not None:
         act()

@@ -1,4 +1,4 @@
-"""Trackers of experiments, which in trials write to the trial's folder or nowhere."""
+"""Adapters of experiment trackers: in trials, these write to the trial's folder or nowhere."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ TRACKERS_OFF: Mapping[str, str] = {
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",  # transformers' own
 }
 # Sections of a DeepSpeed configuration that report or profile (deepspeed/monitor/config.py,
-# profiling/config.py, comm/config.py; 0.19.8), and single settings that do.
+# profiling/config.py, comm/config.py; 0.19.8), and single settings that do so.
 _SECTIONS = ("tensorboard", "wandb", "csv_monitor", "comet", "flops_profiler", "comms_logger")
 _SWITCHES = ("wall_clock_breakdown", "memory_breakdown", "dump_state")
 
 
 def variables_off(folder: Path) -> dict[str, str]:
-    """Return variables that keep trackers from writing outside of a trial's folder."""
+    """Return environment variables that keep trackers from writing outside of a trial's folder."""
     return {**TRACKERS_OFF, "MLFLOW_TRACKING_URI": _mlflow_folder(folder)}
 
 
@@ -38,7 +38,7 @@ def _mlflow_folder(folder: Path) -> str:
 def disable_reports(arguments: dict[str, Any]) -> None:
     """Disable an engine's monitors, profilers and printed reports.
 
-    The dict is changed in place: the script may still read its batch size from there.
+    A configuration that is a dict is changed in place: the script may later read it.
     """
     passed = config_injection.passed_config(arguments)
     if passed is None:

@@ -1,4 +1,4 @@
-"""State of this process's trial, which adapters depend on."""
+"""State of this process's trial, on which adapters depend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsat.in_trial.rank_files import Progress
 
 
 class Phase(enum.Enum):
-    """The phases of a process; the values describe them to people."""
+    """The phases of a process; the values describe the phases to users."""
 
     INERT = "no trial runs in the process"
     PREPARING = "a trial's script prepares its training"
@@ -34,8 +34,10 @@ class Calls:
     """Functions that adapters call for a trial.
 
     Attributes:
-        before_engine: get and may change the arguments of `deepspeed.initialize`, by name.
-        make_engine: in simulations, called with `deepspeed.initialize` and its arguments instead.
+        before_engine: functions that get, and may change, the arguments of
+            `deepspeed.initialize` by name.
+        make_engine: in simulations, called instead of `deepspeed.initialize`, with this function
+            and its arguments.
         before_model: called once, before the script builds its first model.
         around_compilation: makes a context in which DeepSpeed compiles an operator.
     """
@@ -54,7 +56,7 @@ class RunningTrial:
     Attributes:
         phase: decides which adapters act.
         folder: folder of the trial; None on a cluster.
-        files: `UserFiles` that a local trial protects; else None.
+        files: in a local trial, the `UserFiles` to protect; else None.
         is_simulated: whether tensors may be fake, so models are never written.
         config: the trial's DeepSpeed configuration; None keeps the script's own.
         rank: the `Rank` that this process is or may become; else None.

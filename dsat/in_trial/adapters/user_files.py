@@ -14,11 +14,11 @@ from typing import Any
 from dsat.in_trial import failures
 from dsat.values.files import home
 
-# For each host; its modification time is the trial's start there, by the file system's clock.
+# One file per host. Its modification time is the trial's start there, by the file system's clock.
 _BEGAN_FILE = "began-{host}.json"
-_INSTEAD_FOLDER = "instead"  # in the trial's folder: copies, changed instead of older files
+_INSTEAD_FOLDER = "instead"  # in the trial's folder: copies that the script changes
 CREATED_FILE = "created.jsonl"  # in the trial's folder: paths elsewhere that the script created
-# Larger files are changed in place by a script that opens them to append or to change parts.
+# Larger files are not copied: a script that appends to them or changes parts changes the originals.
 _LARGEST_COPIED_BYTES = 2**26
 _KERNEL_FOLDERS = (Path("/proc"), Path("/sys"))
 # Libraries may change their caches, which are by default in folders of the user's home.
@@ -39,7 +39,7 @@ class UserFiles:
         self._temporary = Path(tempfile.gettempdir()).resolve()
         self._began_ns, self._there = _note_begin(self._folder, self._temporary)
         self._others: list[Path] = []  # folders of dsat
-        self._removed: set[Path] = set()  # that the script believes to have removed
+        self._removed: set[Path] = set()  # paths that the script believes it removed
 
     def is_older(self, path: Path) -> bool:
         try:
@@ -48,11 +48,14 @@ class UserFiles:
             return False
 
     def add_scratch(self, folder: Path) -> None:
-        """Let the trial write to another folder of dsat, for a simulation's messages."""
+        """Let the trial write to another folder of dsat, such as a simulation's message folder."""
         self._others.append(folder.resolve())
 
     def is_scratch(self, path: Path) -> bool:
-        """Return whether a path is of the trial, a cache or the kernel, or temporary and new."""
+        """Return whether a trial may change a path without restrictions.
+
+        Such paths are in the trial's own folder, caches, /proc and /sys, or new temporary files.
+        """
         known = (self._folder, *self._others, *_KERNEL_FOLDERS, *_caches())
         if any(map(path.is_relative_to, known)):
             return True
@@ -62,7 +65,11 @@ class UserFiles:
         return first not in self._there or first.startswith("torchinductor_")
 
     def is_to_stay(self, given: Any) -> bool:
-        """Return whether a path is older than the trial, holds such a path, or was not saved."""
+        """Return whether a path is protected.
+
+        Paths older than the trial are protected, and folders that contain such paths. So are files
+        that dsat did not let the script save.
+        """
         path = absolute(given)
         if path is None or self.is_scratch(path):
             return False
@@ -74,14 +81,14 @@ class UserFiles:
         return any(self.is_older(Path(at, n)) for at, dirs, files in inside for n in dirs + files)
 
     def note_created(self, given: Any) -> None:
-        """Record a folder or link of the script; the engine removes a folder that stays empty."""
+        """Record a folder or link that the script created; empty folders are removed later."""
         path = absolute(given)
         if path is not None and not self.is_scratch(path):
             with open(self._folder / CREATED_FILE, "a", encoding="utf-8") as file:
                 file.write(json.dumps(str(path)) + "\n")
 
     def is_left_by_a_trial(self, given: Any) -> bool:
-        """Return whether another trial of the run, not this one, created a folder or link."""
+        """Return whether another trial of the run created a folder or link, but not this trial."""
         path = str(absolute(given))
         others = [at for at in self._folder.parent.iterdir() if at != self._folder]
         return path not in read_created(self._folder) and any(
@@ -100,7 +107,7 @@ class UserFiles:
         return path is not None and not self._removed.isdisjoint({path, *path.parents})
 
     def move(self, source: Any, target: Any) -> None:
-        """Pretend to move a protected path, or move a new file to the stand-in of the target."""
+        """Pretend to move a protected path, or move a new file to a protected target's copy."""
         old, new = absolute(source), absolute(target)
         if old is None or new is None:
             return
@@ -113,7 +120,10 @@ class UserFiles:
             os.unlink(old)
 
     def instead_of(self, given: Any, mode: str) -> Any:
-        """Return the path to open instead: a copy, if the script changes an older file, or did."""
+        """Return the path to open: the trial's copy of a file, or else the given path.
+
+        A file has a copy if it is older than the trial and the script has changed it, or does now.
+        """
         path = absolute(given)
         if path is None:
             return given
@@ -149,7 +159,7 @@ def read_created(folder: Path) -> list[str]:
 
 
 def absolute(path: Any) -> Path | None:
-    """Make a path absolute; return None for a descriptor or anything else."""
+    """Make a path absolute; return None for anything that is not a path, such as a descriptor."""
     try:
         return Path(os.path.abspath(os.fsdecode(path)))
     except TypeError:
@@ -157,7 +167,7 @@ def absolute(path: Any) -> Path | None:
 
 
 def _caches() -> list[Path]:
-    """Return the cache folders of libraries; a script may set the variables at any time."""
+    """Return the current cache folders of libraries; a script may change the variables."""
     named = [Path(os.environ[name]) for name in _CACHE_VARIABLES if os.environ.get(name)]
     return [*(home() / name for name in _CACHE_FOLDERS), *named]
 
@@ -165,7 +175,7 @@ def _caches() -> list[Path]:
 def _note_begin(folder: Path, temporary: Path) -> tuple[int, frozenset[str]]:
     """Return when the trial began, and the contents of the temporary folder at that time.
 
-    The first process of a trial records them for the others of the host.
+    On each host, the trial's first process records both for the other processes.
     """
     file = folder / _BEGAN_FILE.format(host=os.uname().nodename)
     own = file.with_suffix(f".{os.getpid()}")

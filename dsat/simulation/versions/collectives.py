@@ -1,7 +1,7 @@
 """Collectives of torch's fake process group that accept fake tensors.
 
-Newer versions of torch have kernels for these, 2.6 and 2.7 register them when a module is imported,
-and older versions have none.
+Newer versions of torch have kernels for fake tensors. Versions 2.6 and 2.7 register these when a
+module is imported, and older versions have none.
 """
 
 from __future__ import annotations

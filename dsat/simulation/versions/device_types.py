@@ -38,7 +38,11 @@ def register(name: str, module: Any) -> None:
 
 
 def _load_guard() -> None:
-    """Load the device guard from the cache, or compile it; RuntimeError without a compiler."""
+    """Load the device guard from the cache, or compile it.
+
+    Raises:
+        RuntimeError: there is no C++ compiler.
+    """
     text = _SOURCE.read_bytes()
     versions = f"{torch.__version__} {platform.python_version()} {platform.machine()}"
     key = hashlib.sha256(text + versions.encode()).hexdigest()[:16]

@@ -15,7 +15,7 @@ def type_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the argument that sets a model's data type: `dtype` since 4.56, or `torch_dtype`."""
     import transformers
 
-    # Checked on an empty configuration: a file may add attributes that an older one lacks.
+    # Checked on an empty configuration: a file may add attributes that its class lacks.
     known = hasattr(transformers.PretrainedConfig(), "dtype")
     return {"dtype" if known else "torch_dtype": dtype}
 
@@ -28,10 +28,10 @@ def loads_float32() -> bool:
 
 
 def decide_masks_by_values(known: Callable[[torch.Tensor], bool]) -> None:
-    """Omit masks in simulations if training omits them, for the rest of the process.
+    """Omit masks in simulations where training omits them, for the rest of the process.
 
-    Since transformers 5.0, a fake tensor counts as traced. Traced samples are treated as packed:
-    they get a mask, and so another attention kernel.
+    Since transformers 5.0, fake tensors count as traced. Traced samples are treated as packed: they
+    get a mask, and therefore another attention kernel.
 
     Args:
         known: returns whether the values of a fake tensor are known.
