@@ -1,7 +1,7 @@
 """Checks `console` blocks in the documents: each must show what its commands print.
 
 `python -m testing.shown` rewrites the outputs. Commands that read runs (`show`, `compare`,
-`export`) see the recorded run, a real one of `make demo`. Other commands start in the repository's folder.
+`export`) see the recorded run, a real one of `make demo`. Others start in the repository's folder.
 """
 
 from __future__ import annotations
