@@ -75,7 +75,8 @@ class Row:
     def predicted(self) -> int:
         """Return the prediction in bytes.
 
-        Peaks of steps exclude the copy of all parameters that DeepSpeed makes at start-up if it fits.
+        Peaks of steps exclude the copy of all parameters that DeepSpeed makes at start-up if
+        memory allows.
 
         Raises:
             SimulationUnavailable: it cannot be simulated here.
