@@ -1,4 +1,4 @@
-"""Tables: how they are recorded, and what is answered from them."""
+"""Tables: how they are recorded, and how they answer trials."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_edge_is_bisected_once_doubling_has_passed_it() -> None:
 
 
 def _recorded(spec: Spec, killed_after: int = 1000) -> list[dict[str, Any]]:
-    """The rows of a recording in which stage 0 has room for two samples, and stage 1 for one."""
+    """Return the rows of a recording in which two samples fit in stage 0, and one in stage 1."""
     rows: list[dict[str, Any]] = []
     while len(rows) < killed_after and (following := record.next_trial(spec, rows)) is not None:
         settings, size, number = following

@@ -1,4 +1,4 @@
-"""The options as `--help` tells them, and the words of the command line as the API's keywords."""
+"""The options in `--help`, and the command line's arguments as keywords of the API."""
 
 from __future__ import annotations
 

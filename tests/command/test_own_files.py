@@ -1,4 +1,4 @@
-"""The user's own configuration files, with the best configuration in place of theirs."""
+"""Copies of the user's own configuration files with the best configuration in them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def answer(
 
 
 def copied(command: str, text: str, best: Answer) -> tuple[list[str], str]:
-    """The words of a command that names `own.yaml`, and the copy of that file."""
+    """Return the new command for one that names `own.yaml`, and the copy of that file."""
     folder = best.path.parents[1]
     (folder / "own.yaml").write_text(text)
     found = rewrite_command(command.split(), folder, best)

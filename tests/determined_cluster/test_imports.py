@@ -1,4 +1,4 @@
-"""Imports in a container: Determined, numpy, ruamel.yaml, torch and deepspeed only."""
+"""Imports in a container: only Determined, numpy, ruamel.yaml, torch and deepspeed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _reachable(module: str, graph: dict[str, set[str]]) -> set[str]:
 
 
 def _third_party(text: str) -> Iterator[str]:
-    """Yield the third-party imports of a source, those in functions too."""
+    """Yield the third-party imports of a source file, including those in functions."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
@@ -85,7 +85,7 @@ assert {place!r} in dsat.__file__
 
 @pytest.mark.slow
 def test_the_search_of_the_runner_needs_neither_torch_nor_deepspeed(tmp_path: Path) -> None:
-    """The image of a 0-slot container may be a small one."""
+    """The image of a 0-slot container may be a small one without them."""
     upload.lay_out({}, "{}", tmp_path)
 
     def imports(names: str, *blocked: str) -> None:

@@ -1,4 +1,4 @@
-"""The command towards a cluster: where it submits a search, what it follows, what it refuses."""
+"""The command with a cluster: where it submits a search, what it follows, what it refuses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def dsat(*options: object, model: Path = PRETEND) -> int:
 
 
 def refused(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that the command ended with."""
+    """Return the single error line with which the command ended."""
     err = capsys.readouterr().err
     last = err.splitlines()[-1]
     assert last.startswith("dsat: error: ") and err.count("dsat: error: ") == 1, err
@@ -94,7 +94,8 @@ def test_the_search_is_submitted_where_the_user_wants_it(
 def test_the_last_whole_result_of_a_log_counts(
     tmp_path: Path,
 ) -> None:
-    """Its lines may be torn, alone, or of a runner that died while it told its result."""
+    """A result may be cut off, lack its beginning, or be from a runner that died while printing
+    it."""
     ds = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "Adam"},
@@ -175,7 +176,7 @@ def test_how_long_a_request_is_repeated(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """When it is given up, the search goes on, and users learn how to follow it again."""
+    """When the command gives up, the search continues, and users read how to follow it again."""
     pauses: list[float] = []
     really, here = time.sleep, threading.get_ident()
 

@@ -1,4 +1,4 @@
-"""Real searches with the real command, from the user's files to a configuration for use."""
+"""Real searches with the real command, from the user's files to a configuration to use."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ pytestmark = pytest.mark.slow
 
 
 def own_configuration(**more: Any) -> Mapping[str, Any]:
-    """Hyperparameters with a configuration whose buckets are small."""
+    """Return hyperparameters with a configuration whose buckets are small."""
     buckets = {"stage": 2, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
     return inline(train_micro_batch_size_per_gpu=4, zero_optimization=buckets, **more)
 
 
 def assert_a_result(run_dir: Path, status: int, said: str) -> Run:
-    """What every run that found something leaves."""
+    """Check the files that every successful run leaves; return the run."""
     assert status == 0 and "Traceback" not in said, said
     run = run_of(run_dir)
     assert run.best is not None and run.stop_reason is not None
@@ -71,7 +71,7 @@ def assert_a_result(run_dir: Path, status: int, said: str) -> Run:
 
 
 def test_asha_on_two_ranks_keeps_what_the_user_chose_and_trains(tmp_path: Path) -> None:
-    """By processes of the command's own."""
+    """Here the command starts its own supervisors, without a warm host."""
     own = own_configuration(autotuning={"enabled": True})  # it must not end the full-length run
     config = experiment_of(tmp_path, "tiny", hyperparameters=own)
     # What older versions import in their first step takes more than half of FAST's memory.
@@ -110,8 +110,10 @@ def test_asha_on_two_ranks_keeps_what_the_user_chose_and_trains(tmp_path: Path) 
 
 @pytest.mark.nightly
 def test_binary_finds_the_edge_of_the_memory(tmp_path: Path) -> None:
-    """Memory is not predicted, so that trials run out of it; and samples take memory but hardly
-    time, so that more of them are faster up to the edge however noisy the machine is."""
+    """Memory is not predicted, so trials run out of it.
+
+    Samples need memory but hardly any time, so more samples are faster even on a noisy machine.
+    """
     run_dir = tmp_path / "run"
     entrypoint = "python3 -m determined.launch.deepspeed python3 train.py --sample-bytes 20000"
     own = own_configuration(autotuning={"enabled": True, "fast": False})

@@ -1,4 +1,4 @@
-"""What a trial runs under is what the printed command runs under when a person types it."""
+"""A trial and the printed command run under the same conditions."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def differences(of_trial: dict[str, Any], by_hand: dict[str, Any]) -> dict[str, 
 
 
 def conditions(folder: Path, rank: int) -> dict[str, Any]:
-    """What a rank wrote, without what has to differ."""
+    """Return the conditions that a rank wrote, without those that must differ."""
     found: dict[str, Any] = read_json(folder / f"conditions{rank}.json")
     environment = {
         name: value

@@ -1,6 +1,6 @@
 """Scripts that build their DeepSpeed configuration in code, from the search to the training.
 
-`tests/in_trial/test_config_injection.py` tests their trials alone.
+`tests/in_trial/test_config_injection.py` tests only the trials of such scripts.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_two_ranks_of_a_model_that_is_partitioned_while_it_is_made(pair: Bench, stage: int) -> None:
-    """Which only stage 3 needs."""
+    """Only stage 3 needs this; stage 2 gets a warning."""
     trial = pair.trial("zero init", micro_batch=5, stage=stage)
     outcome = pair.run(trial)
     assert outcome.ok, pair.log(trial)

@@ -1,4 +1,4 @@
-"""Every kind of script, with the commands that the documents give, on real processes."""
+"""Every kind of script, started with the documented commands, in real processes."""
 
 from __future__ import annotations
 

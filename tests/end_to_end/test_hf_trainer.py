@@ -45,7 +45,7 @@ def _no_downloads() -> Any:
 def tune(
     folder: Path, program: str, method: str, *options: object, flags: str = FLAGS
 ) -> tuple[Path, Told]:
-    """Tunes a program that writes its checkpoints into `folder/output`."""
+    """Tune a program that writes its checkpoints into `folder/output`."""
     text = (PROGRAMS / program / "deepspeed.yaml").read_text()
     entrypoint = yaml.safe_load(text)["entrypoint"].replace("--output_dir output", "")
     entrypoint += f" --output_dir {folder / 'output'} {flags}"
@@ -56,7 +56,8 @@ def tune(
 
 
 def check_what_the_models_saw(run_dir: Path) -> list[Trial]:
-    """Every trial that ran was given its own batch in every micro step; returns those trials."""
+    """Check that each successful trial fed its own batch in every micro step; return these
+    trials."""
     run = run_of(run_dir)
     ran = [run.trials[number] for number, outcome in run.outcomes.items() if outcome.ok]
     for trial in ran:
@@ -202,7 +203,7 @@ trainer.save_model("out")
 
 
 def test_a_trainer_without_deepspeed_is_refused_before_it_trains(tmp_path: Path) -> None:
-    """It would train to its end, for more steps than it was given, and save a model."""
+    """Otherwise it would train to its end and save a model."""
     (tmp_path / "train.py").write_text(WITHOUT_DEEPSPEED)
     told = typed(tmp_path, "tune", "python", "train.py")
     assert told.status == 2 and "the Trainer does not use DeepSpeed" in told.err, told

@@ -25,7 +25,7 @@ HF_ARGS = "--deepspeed ds_config.json --output_dir out --per_device_train_batch_
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is remembered of DeepSpeed, but of no script: each is estimated once."""
+    """Make a cache that keeps DeepSpeed's answers; each script is estimated only once."""
     return tmp_path_factory.mktemp("cache")
 
 

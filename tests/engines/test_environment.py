@@ -1,4 +1,4 @@
-"""What memory and speed depend on besides the configuration: variables, cores and folders."""
+"""Variables, cores and folders of ranks, which affect memory and speed like the configuration."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> ScriptedHosts:
 
 @pytest.fixture
 def given(hosts: ScriptedHosts, tmp_path: Path) -> Start:
-    """What a trial of so many ranks, started by a launcher, is given."""
+    """Return a function that launches a trial and returns what its ranks get."""
 
     def start(ranks: int, launcher: str = "deepspeed", **zero: Any) -> Given:
         entry = f"{launcher} {SCRIPT}"

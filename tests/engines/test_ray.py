@@ -1,4 +1,4 @@
-"""Ray: which resources are reserved, and a real cluster of three nodes on this machine."""
+"""Ray: which resources dsat reserves, and a real cluster of three nodes on this machine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ENDS_WITHIN_S = 240.0
 def node(
     cpus: float, gpus: float = 0, *, kind: str = "", of: tuple[float, float] | None = None
 ) -> NodeResources:
-    """With so much free, out of so much."""
+    """Make a node with these free resources; `of` is its total."""
     total_cpus, total_gpus = of or (cpus, gpus)
     total = {"CPU": total_cpus, "node:10.0.0.1": 1.0, "memory": 2.0**34}
     if total_gpus:
@@ -148,14 +148,14 @@ sys.exit(3)
 
 
 class Command(RemoteProcess):
-    """A command of an actor in this process, which has begun."""
+    """A command that an actor in this process has started."""
 
     def __init__(self, actor: NodeActor, *command: str, **env: str) -> None:
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         super().__init__(functools.partial(_call, actor), command, env, self.errors)
 
     def finished(self) -> tuple[int, bytes, bytes]:
-        """Its exit status and what it writes to its two outputs."""
+        """Wait for its end; return its exit status and what it wrote to its two outputs."""
         with contextlib.closing(self.stdin), self.stdout, self.errors:
             output = self.stdout.read()
             status = self.wait(PATIENCE_S)
@@ -257,7 +257,7 @@ def test_a_command_sees_its_input_end_when_ray_kills_what_it_knows(tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[RayCluster]:
-    """A cluster of three nodes with a processor core each."""
+    """Start a cluster of three nodes with one CPU core each."""
     if not ray_cluster.is_installed():
         pytest.skip("Ray is not installed: make test-cluster does that")
     with ray_cluster.running(3) as found:
@@ -266,20 +266,20 @@ def three() -> Iterator[RayCluster]:
 
 @contextlib.contextmanager
 def kept(cluster: RayCluster, nodes: int) -> Iterator[list[Host]]:
-    """So many of its nodes, whatever they are for."""
+    """Reserve `nodes` nodes of the cluster, for any purpose."""
     with reserved_nodes(cluster.address, nodes) as found:
         yield found
 
 
 @contextlib.contextmanager
 def reserved(cluster: RayCluster, nodes: int) -> Iterator[Sequence[Host]]:
-    """So many of its nodes, as dsat has them."""
+    """Reserve `nodes` nodes of the cluster, as dsat does."""
     with acquire_hosts("ray", given={"nodes": nodes, "ray_address": cluster.address}) as hosts:
         yield hosts
 
 
 def search_of(run_dir: Path, cluster: RayCluster, *options: object, slots: int = 2) -> list[str]:
-    """A search with trials over so many nodes."""
+    """Return the command of a search with trials over `slots` nodes."""
     own = inline(train_micro_batch_size_per_gpu=2, zero_optimization={**SMALL_BUCKETS, "stage": 2})
     config = experiment_of(run_dir.parent, "tiny", hyperparameters=own)
     on_ray = ("--engine", "ray", "--ray-address", cluster.address, "--slots", slots)
@@ -291,7 +291,7 @@ def wait_for_end_of(pids: Sequence[int]) -> None:
 
 
 def of_node(process: psutil.Process, cluster: RayCluster) -> tuple[psutil.Process, psutil.Process]:
-    """The daemon of the node that a process runs on, and the actor there."""
+    """Return the daemon of the node on which a process runs, and the actor there."""
     above = process.parents()
     [daemon] = [each for each in above if each in cluster.nodes]
     return daemon, above[above.index(daemon) - 1]
@@ -420,11 +420,11 @@ def test_a_job_of_the_cluster_takes_it_by_itself(three: RayCluster, tmp_path: Pa
 def test_nodes_that_are_asked_for_are_waited_for_and_tell_their_devices(
     three: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last test: nodes with GPUs are what is taken of the cluster from now on."""
+    """This must be the last test: from now on, nodes with GPUs are preferred."""
     core = min(os.sched_getaffinity(0))
 
     class Waiting(logging.Handler):
-        """Adds nodes with devices once they are waited for."""
+        """Adds nodes with devices once dsat waits for them."""
 
         def emit(self, record: logging.LogRecord) -> None:
             if "waiting for Ray to give 1 GPU of 2 nodes" in record.getMessage():

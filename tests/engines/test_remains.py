@@ -1,4 +1,4 @@
-"""What the remains of a trial mean: reports of its ranks, exit statuses, logs."""
+"""How an outcome follows from the remains of a trial: its ranks' reports, exit statuses, logs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ Judge = Callable[..., Outcome]
 
 @pytest.fixture
 def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judge:
-    """The outcome of a trial, from what its ranks left in its folder and how they ended."""
+    """Return a function that gives the outcome for reports in a trial's folder and exit
+    statuses."""
     hosts = ScriptedHosts()
     hosts.replace_those_of(monkeypatch)
 
@@ -59,7 +60,7 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judge:
 
 
 def said(kind: str, time_s: float, message: str = "") -> tuple[Outcome, float]:
-    """What a rank left, and when."""
+    """Return the report of a rank, and its time."""
     message = message or f"{kind} at {time_s:g}"
     return Outcome(OutcomeKind(kind), message=message, detail=f"detail of {kind}"), time_s
 

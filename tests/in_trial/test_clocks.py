@@ -1,4 +1,4 @@
-"""Waiting until a device has the memory back that a killed process held."""
+"""Waiting until a device's memory is free again after a process was killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CUDA = SimpleNamespace(device_name=lambda: "cuda")
 
 
 class Device:
-    """80 GiB, of which so much is held at a time; time passes only while somebody waits."""
+    """A device of 80 GiB whose used memory changes with time; time passes only during a wait."""
 
     def __init__(self, held: list[tuple[float, int]]) -> None:
         self.now_s = 0.0
