@@ -1,4 +1,4 @@
-"""Imports run downward only: which room of the house may use which others."""
+"""Imports point downward only: which folder of `dsat` may import which others."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FLOORS = (
 
 @functools.cache
 def _sources() -> dict[str, str]:
-    """The text of every module, by its name relative to `dsat`."""
+    """Return the text of every module, by its name relative to `dsat`."""
     package, sources = ROOT / "dsat", {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
@@ -59,7 +59,7 @@ def _floor(module: str) -> int | None:
 
 
 def _imports(module: str, text: str, modules: Collection[str]) -> Iterator[str]:
-    """Yield the modules of `dsat` that a source imports anywhere, be it in a function."""
+    """Yield the modules of `dsat` that a source file imports, also within functions."""
     tree = ast.parse(text)
     if not module:  # what it opens lazily is imported for type checkers alone
         tree.body = [node for node in tree.body if not _is_for_type_checkers(node)]
@@ -181,7 +181,7 @@ TOO_LARGE = {
 
 
 def _too_large(module: str, text: str) -> Iterator[str]:
-    """Return what exceeds a limit in a source, each as `module name: measure`."""
+    """Yield what exceeds a limit in a source file, each as `module name: measure`."""
     if text.count("\n") > MOST_LINES:
         yield f"{module}: lines"
     for node in ast.walk(ast.parse(text)):
@@ -202,7 +202,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def _attributes(node: ast.ClassDef) -> set[str]:
-    """Return the names of a class's fields and of what its methods set on `self`."""
+    """Return the names of a class's fields, and of attributes that its methods set on `self`."""
     fields = {
         each.target.id
         for each in node.body

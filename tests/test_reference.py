@@ -1,4 +1,4 @@
-"""Parts of the documentation made from the code, and the examples of the page on Python."""
+"""Parts of the documentation made from the code, and the examples in the page on Python."""
 
 from __future__ import annotations
 

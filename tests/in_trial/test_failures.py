@@ -1,4 +1,4 @@
-"""What an exception means, and what a trial's remains mean when several ranks failed."""
+"""The meaning of an exception, and of a trial's remains if several ranks failed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from testing.scripts import Scripts
 
 
 def raised(error: BaseException, handling: BaseException) -> BaseException:
-    """An error that was raised while another one was handled."""
+    """Return an error that was raised while another one was handled."""
     error.__context__ = handling
     return error
 
@@ -97,7 +97,7 @@ def test_messages_are_one_line(error: BaseException, message: str) -> None:
 
 
 def test_pinned_memory_is_the_hosts(tmp_path: Path) -> None:
-    """`Tensor.pin_memory` is written in C and leaves no frame: the source line tells."""
+    """`Tensor.pin_memory` is written in C and leaves no frame, so the source line decides."""
     path = tmp_path / "script.py"
     path.write_text("x.pin_memory()\n")
 
@@ -200,7 +200,7 @@ sys.exit(1)
 def test_the_reason_is_kept_where_a_framework_ends_the_script(
     scripts: Scripts, handles: str
 ) -> None:
-    """As Hydra and click do."""
+    """Hydra and click end scripts like this."""
     outcome = scripts.run(EXITS.format(handles=handles), micro_batch=4).outcome
     assert outcome.kind is OutcomeKind.INVALID and outcome.most_samples == 3
     assert "the first batch has 3 samples" in outcome.message

@@ -1,4 +1,4 @@
-"""The meter against time stamps that scripts of every kind write themselves, within 2 %."""
+"""The meter agrees within 2 % with time stamps that scripts of every kind write."""
 
 from __future__ import annotations
 

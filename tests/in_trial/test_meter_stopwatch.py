@@ -1,4 +1,4 @@
-"""The meter against a stopwatch in the training script itself, in two real processes."""
+"""The meter agrees with a stopwatch in the training script, in two real processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions corrected by what trials used, and the micro batches that follow from them."""
+"""Predictions corrected by the memory that trials used, and the micro batches that follow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ USUAL = 5 * MIB
 
 
 def simulated(micro_batch: int) -> dict[str, int]:
-    """A model of 100 MiB with 10 MiB of activations a sample; its step needs 150 MiB."""
+    """Return the peaks of a model of 100 MiB with 10 MiB of activations a sample and a step of
+    150 MiB."""
     return {
         "init": 90 * MIB,
         "forward": (100 + 9 * micro_batch) * MIB,

@@ -1,4 +1,4 @@
-"""What kernels take on a GPU while they run, attention by the one that torch chooses there."""
+"""Memory of kernels while they run on a GPU; attention uses the kernel that torch chooses there."""
 
 from __future__ import annotations
 

@@ -54,7 +54,8 @@ def engine_on_devices(
     prefix: Sequence[str] = (),
     **options: Any,
 ) -> Iterator[LocalEngine]:
-    """On some of the machine's devices, or on all; everything is run behind a prefix."""
+    """Make an engine on some of the machine's devices, or on all; a prefix precedes all
+    commands."""
     folder.mkdir()
     machine = find_machines({"here": prefix})[0].only([*map(str, devices)], ())
     engine = engine_of(
@@ -81,7 +82,7 @@ def outcome_of(engine: LocalEngine, number: int, **overrides: Any) -> Outcome:
 
 
 def fresh(outcome: Outcome) -> list[str]:
-    """What a trial that ran says of ranks in fresh processes."""
+    """Return the warnings of a successful trial about ranks in fresh processes."""
     assert outcome.ok, outcome.detail
     return [text for text in outcome.warnings if "fresh processes" in text]
 
@@ -160,7 +161,7 @@ def test_a_trial_that_aborts_runs_again_in_a_fresh_process(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An abort may be the fork's fault."""
+    """The fork may be the cause of an abort."""
     machine = null_cuda(Device())
     with engine_on_devices(tmp_path / "run", prefix=imported) as engine:
         assert not fresh(outcome_of(engine, 0, kind=TrialKind.PROFILE))
@@ -178,7 +179,7 @@ def test_a_trial_that_aborts_runs_again_in_a_fresh_process(
 def test_where_an_import_initialises_cuda_ranks_are_fresh_processes(
     null_cuda: MachineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A MIG device, or no NVML: torch can only ask CUDA how many devices there are."""
+    """With a MIG device or without NVML, torch must initialise CUDA to count the devices."""
     null_cuda(Device(uuid="MIG-0a"), Device(uuid="MIG-0b"), nvml=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-0b,MIG-0a")
     found = find_machine()

@@ -1,4 +1,4 @@
-"""Memory of eight devices that share layers, predicted and of torch's allocator."""
+"""Memory of eight devices that share layers: predicted, and in torch's allocator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole searches on a machine with GPUs, by the command."""
+"""Whole searches by the command on a machine with GPUs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ runpy.run_path(f"{STYLES}/only_cuda.py", run_name="__main__")
 def test_cores_and_variables_reach_ranks_as_the_launcher_gives_them(
     null_cuda: MachineOf, tmp_path: Path
 ) -> None:
-    """Cores of its own and one thread for each, as of `deepspeed --bind_cores_to_rank`."""
+    """As with `deepspeed --bind_cores_to_rank`, a rank has its own cores, with one thread for
+    each."""
     null_cuda(Device(), Device())
     (tmp_path / "train.py").write_text(f"STYLES = {str(PROGRAMS / 'memory')!r}\n{BOUND}")
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}

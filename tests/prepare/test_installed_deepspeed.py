@@ -1,4 +1,4 @@
-"""DeepSpeed is asked once for each configuration, and its answer decides."""
+"""DeepSpeed validates each configuration once, and its answer decides."""
 
 from __future__ import annotations
 

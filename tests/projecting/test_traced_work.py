@@ -38,7 +38,7 @@ CLUSTER = Cluster.of(A100, 8)
 
 
 def passes(micro_batch: int) -> StepTrace:
-    """Forward and backward passes of a model that is all matrix products."""
+    """Return the forward and backward passes of a model that consists of matrix products."""
     flops, moved = 2 * PARAMS * TOKENS * micro_batch / 100, 2e7 * (1 + micro_batch)
     kernels = (
         Kernels(FORWARD, True, MATMUL, 2, flops, moved, 100),
@@ -171,7 +171,7 @@ def test_gathers_beside_kernels_are_hidden_and_others_are_not() -> None:
 def test_an_optimizer_on_the_host_has_its_threads_and_its_share_of_the_memory(
     slots: int, threads: int, bandwidth: float
 ) -> None:
-    """Without the launcher's OMP_NUM_THREADS=1, as trials and the `deepspeed` launcher have it."""
+    """The launcher's OMP_NUM_THREADS=1 is not set here, unlike in trials."""
     cluster = Cluster.of(A100, slots, threads=threads)
     assert cluster.host_bandwidth == pytest.approx(bandwidth, rel=0.01)
     trace = replace(step(), kernels=(*MODEL.at(1), Kernels(STEP, True, HOST, 4, 0.0, 66e9, 1)))
@@ -204,6 +204,6 @@ def test_trials_correct_the_projection_and_narrow_it() -> None:
 
 
 def test_the_peak_is_that_of_the_elements_that_most_flops_are_in() -> None:
-    """Parameters of autocast are of four bytes, and its products of two."""
+    """With autocast, parameters have four bytes, but matrix products use two."""
     few = Kernels(FORWARD, True, MATMUL, 4, 1e6, 1e3, 3)
     assert replace(MODEL, small=replace(MODEL.small, kernels=(few, *MODEL.at(1)))).itemsize == 2

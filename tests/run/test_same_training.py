@@ -1,4 +1,4 @@
-"""Same losses or not: what is rounding, what is another training, what cannot be compared."""
+"""Comparison of losses: what is rounding, what is another training, what cannot be compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def curve(
     seed: int = 0,
     skipped: tuple[int, ...] = (),
 ) -> TrainingCurve:
-    """Losses that fall from `start`; by `slower` less, and disturbed by rounding errors."""
+    """Return losses that fall from `start`, at `slower` times the usual rate, with rounding
+    errors."""
     rng = np.random.default_rng(seed)
     numbers = np.arange(steps)
     losses = start - slower * 0.05 * numbers
@@ -91,7 +92,7 @@ def test_runs_of_ones_own_say_how_far_losses_may_differ(
 def test_a_loss_that_is_a_difference_rounds_as_its_terms_do(
     losses: tuple[float, ...], other: tuple[float, ...], agreement: Agreement
 ) -> None:
-    """Policy gradients, advantages of mean 0; and a spike, which is none."""
+    """Such are policy gradients, with advantages of mean 0; a single spike is not."""
     own, its = (TrainingCurve(tuple(range(1, 1 + len(each))), each) for each in (losses, other))
     assert compare((own, own), its, precision="fp32", same_batch=True).agreement is agreement
 
@@ -138,7 +139,7 @@ def test_who_is_to_blame() -> None:
 
 
 def test_gradients_differ_where_losses_do_not() -> None:
-    """As DeepSpeed 0.18.2 in stage 2 with accumulation (DeepSpeed#7718)."""
+    """DeepSpeed 0.18.2 has such a fault in stage 2 with accumulation (DeepSpeed#7718)."""
     own = tuple(
         replace(each, gradient_norm=norm) for each, norm in zip(OWN, (4.737, 4.738), strict=True)
     )

@@ -1,4 +1,4 @@
-"""Grid search: schedules written by hand, and that it leaves nothing out."""
+"""Grid search: schedules written by hand, and completeness."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_settings_end_after_so_many_micro_batches_that_ran() -> None:
 
 
 def _branches(*stages: int, micro_batches: Sequence[int] = (1, 2)) -> Space:
-    """Stage 0 has one choice of settings, every other one has two."""
+    """Return a space in which stage 0 has one choice of settings, and every other stage two."""
     return Space(
         strategies=plain(*stages),
         micro_batches=micro_batches,
@@ -128,9 +128,9 @@ def test_a_branch_ends_after_trials_without_a_better_one() -> None:
 
 
 def _outcome(proposal: Proposed) -> Outcome:
-    """A function of the configuration alone: what fits, how fast it is, and now and then a failure.
+    """Return an outcome that depends only on the configuration: memory, speed and some failures.
 
-    A configuration that fails does so with every micro batch, so that no order hides anything.
+    Settings that fail do so with every micro batch, so that no order hides anything.
     """
 
     def draw(of: str) -> int:

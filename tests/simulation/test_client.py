@@ -148,7 +148,7 @@ newest = needs("deepspeed", "0.19.8", "allocates otherwise than the closed form 
     ],
 )
 def test_the_closed_form_agrees(gpt_on_a_device: Simulator, cases: list[dict[str, Any]]) -> None:
-    """Another allocation in another version of DeepSpeed shows here."""
+    """A change of allocations in another version of DeepSpeed shows here."""
     cases = [{"micro_batch": 32, "dtype": "bf16", **case} for case in cases]
     facts = {}
     for dtype in {case["dtype"] for case in cases}:
@@ -175,7 +175,7 @@ def test_the_closed_form_agrees(gpt_on_a_device: Simulator, cases: list[dict[str
 def test_a_host_holds_states_and_not_the_parameters_before_them(
     gpt_on_a_device: Simulator,
 ) -> None:
-    """ZeRO-3 with the optimizer on the host: 12 bytes a parameter, divided among the ranks."""
+    """ZeRO-3 with the optimizer on the host: 12 bytes per parameter, divided among the ranks."""
     [found] = simulated(
         gpt_on_a_device, {"stage": 3, "slots": 16, "offload": "optimizer", "dtype": "bf16"}
     )
@@ -212,7 +212,7 @@ def test_frozen_parameters_have_no_state(tmp_path: Path) -> None:
 
 
 def test_one_engine_simulates_again_and_again(tmp_path: Path) -> None:
-    """As for each setting of the script's switches; each time nothing is left of the one before."""
+    """This is done for each value of the script's switches; nothing of the last time may remain."""
     entry = "python3 train.py --model gpt --deepspeed_config ds_config.json"
     with contextlib.closing(engine_of("memory", tmp_path, entry=entry, imported=True)) as engine:
         for _ in range(2):

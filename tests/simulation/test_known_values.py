@@ -93,7 +93,7 @@ def test_what_memory_happens_to_hold_is_not_known(tokens: torch.Tensor, dtype: t
 
 
 def test_a_view_of_an_activation_has_its_storage(tokens: torch.Tensor) -> None:
-    """Against torch's own views of a tensor with values."""
+    """Compared with torch's own views of a tensor with values."""
     real, fake = torch.arange(24.0).reshape(4, 6), torch.empty(4, 6)
     views: list[Callable[[Any], Any]] = [
         lambda x: x[1:3],

@@ -1,4 +1,4 @@
-"""The search space: which settings, which values, which batch sizes."""
+"""The search space: its settings, values and batch sizes."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_what_changes_numbers_is_searched_only_when_asked_for() -> None:
 def _sizes(
     *tune: str, config: dict[str, Any] | None = None, per_host: int = 0
 ) -> list[Parallelism]:
-    """Sizes that a search tries on 8 slots with 12 heads, one above 1 for tensor and sequence."""
+    """Return the parallelism that a search tries on 8 slots with 12 heads."""
     freedom = Freedom(tune=tune, base_config=config or {}, slots_per_host=per_host)
     space = Space(
         strategies=plain(0),
@@ -342,7 +342,7 @@ def test_settings_that_turn_the_users_configuration_into_a_strategy(
 
 
 def test_defaults_are_deepspeeds_own() -> None:
-    """Those that the fields of DeepSpeedZeroConfig have in each stage."""
+    """They equal the defaults of DeepSpeedZeroConfig's fields in each stage."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     for stage in (1, 2, 3):

@@ -1,4 +1,4 @@
-"""Strategies and divisions of slots, as a dry run prints them for configurations and options."""
+"""Strategies and parallelism, as a dry run prints them for configurations and options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/tmp"}
 
 @dataclass(frozen=True)
 class DryRun:
-    """Name of the user's own strategy, strategies to try if it does not fit, those to search.
+    """The user's own strategy, the strategies to try if it does not fit, and those to search.
 
     `3 cpu +nvme` is stage 3 with the optimizer on the CPU and parameters on NVMe. `groups` says how
     slots share samples.
@@ -34,7 +34,7 @@ class DryRun:
 
 @pytest.fixture(autouse=True)
 def _without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do without DeepSpeed's check of each configuration, which takes seconds."""
+    """Skip DeepSpeed's validation of each configuration, which takes seconds."""
     monkeypatch.setattr(installed_deepspeed, "_stamp", lambda: None)
 
 
@@ -144,7 +144,7 @@ def test_cores_have_no_other_memory_to_offload_to(
 
 
 def test_after_a_rung_fitted_those_above_it_are_searched_too(tmp_path: Path) -> None:
-    """NVMe is not among them: it helps only where the host's memory is short too."""
+    """NVMe is not among them, as it helps only if host memory is short, too."""
     user = User(tmp_path, World(slots=8, failures=(Failure("OOM", {"stage": [0, 1, 2]}),)))
     user.has({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}})
     told = user.tunes("--max-trials", 8, "--nvme-path", tmp_path)
