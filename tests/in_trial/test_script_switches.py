@@ -76,8 +76,8 @@ train(make_engine())
 
 
 def test_trl_recomputes_all_layers_or_none(scripts: Scripts) -> None:
-    """After a generation, TRL enables recomputation again from its arguments, and fails with
-    others."""
+    """After a generation, TRL enables recomputation as its arguments say, which fails for some
+    layers."""
     assert found(scripts, ARGUMENTS + TRL)["gradient_checkpointing"] == (False, True)
 
 

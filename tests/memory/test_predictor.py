@@ -255,8 +255,10 @@ def test_what_the_allocator_loses_between_blocks_is_learned_where_memory_is_full
     shape = memory.shape(config(1), {})
 
     def reserves(size: int, factor: float) -> float:
-        """Learn from a trial that allocates as predicted but reserves more; return how full the
-        limit is."""
+        """Learn from a trial that allocates as predicted but reserves `factor` times as much.
+
+        Return the limit, divided by the prediction for the micro batch that is then the largest.
+        """
         peaks = {phase: round(shape.peak(phase, size)) for phase in PHASES}
         reserved = {"backward": round(factor * max(peaks.values()))}
         memory.learn(shape, size, replace(ran(), memory=MemoryUse(peaks, reserved)))

@@ -40,8 +40,7 @@ def test_devices_are_chosen_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The launcher's option or a variable chooses them; with both, the option would count within
-    the variable."""
+    """The launcher's option or a variable chooses them; the two together would choose twice."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))

@@ -171,7 +171,8 @@ def test_gathers_beside_kernels_are_hidden_and_others_are_not() -> None:
 def test_an_optimizer_on_the_host_has_its_threads_and_its_share_of_the_memory(
     slots: int, threads: int, bandwidth: float
 ) -> None:
-    """The launcher's OMP_NUM_THREADS=1 is not set here, unlike in trials."""
+    """`threads` is 1 if a launcher sets OMP_NUM_THREADS=1, and 0 in trials and under
+    `deepspeed`."""
     cluster = Cluster.of(A100, slots, threads=threads)
     assert cluster.host_bandwidth == pytest.approx(bandwidth, rel=0.01)
     trace = replace(step(), kernels=(*MODEL.at(1), Kernels(STEP, True, HOST, 4, 0.0, 66e9, 1)))

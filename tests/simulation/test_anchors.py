@@ -79,7 +79,7 @@ def test_a_strategy_that_cannot_be_simulated_costs_the_others_nothing(lost: set[
 def test_what_has_plenty_of_room_is_not_simulated(
     largest: int, bytes_per_sample: int, note: str
 ) -> None:
-    """Without possible simulations, neither. Far from what ran, a script may need more."""
+    """Other cases ask for a simulation, as a script may need more memory far from what ran."""
     profile = replace(PROFILE, activation_bytes_per_sample=bytes_per_sample)
     host = FakeSimulationHost(FACTS, by_formula(FACTS), fails_early="no GPU here")
     basis = basis_of(host, profile=profile, max_micro_batch=largest)
