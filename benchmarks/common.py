@@ -1,4 +1,4 @@
-"""Common parts of benchmarks: options, tables, bars, commands, and trials with real processes."""
+"""Common parts of benchmarks: options, tables, targets ("bars"), commands, and real trials."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def print_row(*cells: object) -> None:
 
 
 def print_bars(bars: Sequence[Bar]) -> None:
-    """Print a table of bars."""
+    """Print a table of bars: each target, the measured value, and whether it is met."""
     print(f"\n{BARS_HEAD}")
     for bar in bars:
         print_row(bar.text, bar.measured, "met" if bar.met else "**missed**")

@@ -2,7 +2,7 @@
 
     python -m benchmarks.device_memory [NAME ...] [--null]
 
-Bars: errors of at most 1 % in the median and 3 % at worst, and no trial out of memory.
+Targets: errors of at most 1 % in the median and 3 % at worst, and no trial out of memory.
 
 Each script is estimated by `dsat estimate`, then searched by `random` with a limit of 2 GiB per
 slot. With --null, devices count their memory but compute nothing (`testing/null_cuda`): torch's
@@ -10,7 +10,7 @@ allocator and DeepSpeed are real, but the memory that kernels need is missing. T
 errors relative to the peak of allocated memory:
 
 - predicted: errors of the search, which learns from earlier trials, at least from the profile. The
-  bars apply to these.
+  targets apply to these.
 - simulated: errors of the simulations alone.
 - reserved at most: memory that the allocator reserves in addition.
 

@@ -3,7 +3,7 @@
     python3 -m benchmarks.formula [--models NAME ...] [--slots N ...] [--gas N ...]
 
 Each row is the peak of one rank with one sample, for one configuration. Models have the shapes of
-Llama, in bf16 with Adam in fp32. The bars are errors of 3 % in the median and 10 % at worst.
+Llama, in bf16 with Adam in fp32. The targets are errors of 3 % in the median and 10 % at worst.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def rows(
 
 
 def bars(found: Sequence[Row]) -> list[Bar]:
-    """Return the bars on the errors."""
+    """Return the targets for the errors, and whether they are met."""
     errors = [abs(row.error) for row in found]
     median, worst = statistics.median(errors), max(errors)
     return [

@@ -128,7 +128,7 @@ class Cluster:
 
 
 def all_clusters() -> list[Cluster]:
-    """Return GPT of 1.3 and 6.7 billion parameters, and a vision transformer of 257 tokens."""
+    """Return clusters for GPTs of 1.3 and 6.7 billion parameters, and for a vision transformer."""
     large = Gpu(80 * GIB, 2039e9)
     return [
         Cluster("made-up-8-gpt-1b", Model(24, 2048, 1024, 50304), A100, slots=8),

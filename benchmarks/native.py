@@ -203,7 +203,7 @@ def _stopwatch(
 
 
 def bars(side: int, ours: Tuned, theirs: Tuned) -> list[Bar]:
-    """Return the bars of a comparison."""
+    """Return the targets of a comparison, and whether they are met."""
     share, gain = ours.wall_s / theirs.wall_s, ours.throughput / theirs.throughput
     where = f"for real, sequences of {side} tokens:"
     most = MOST_TIME.get(side, 1.0)

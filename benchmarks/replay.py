@@ -228,7 +228,7 @@ DEMANDS = (
 
 
 def bars(found: Sequence[Summary]) -> list[Bar]:
-    """Return the bars of the tuners that ran; a bar is met only if it is met on every table."""
+    """Return the targets of the tuners that ran; each is met only if it is met on every table."""
     by_name = {(s.table, s.tuner): s for s in found}
     names = list(dict.fromkeys(s.table for s in found))
     bars = []

@@ -2,8 +2,8 @@
 
     python -m benchmarks.results [--parts scale replay winners_curse ...]
 
-Each benchmark has a section there; its bars are moved into the common table of bars. Sections and
-bars of other benchmarks stay unchanged.
+Each benchmark has a section there. Its bars (targets and whether they are met) are moved into the
+common table of bars. Sections and bars of other benchmarks stay unchanged.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 A trial takes no time; sixteen run at once, and the largest micro batch that fits differs between
 configurations. `search alone` calls only the search, on a space without an end. `whole run` is the
 tuner: journal events are made JSON, read back and kept in memory. It runs on the real space, which
-a search may exhaust earlier. The bar is 10 s for the default of 20,000 trials; `make bench` runs
-10,000. `model` is for expensive trials: it runs at most 1,000, and has no bar.
+a search may exhaust earlier. The target is 10 s for the default of 20,000 trials; `make bench` runs
+10,000. `model` is for expensive trials: it runs at most 1,000, and has no target.
 """
 
 from __future__ import annotations

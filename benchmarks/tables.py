@@ -357,7 +357,11 @@ def read_all(folder: Path = DATA) -> list[Table]:
 
 
 def compress(path: Path) -> Path:
-    """Fold and compress a finished table, reproducibly to the byte; return the new file."""
+    """Reduce a finished table to one row per trial and compress it, reproducibly to the byte.
+
+    Returns:
+        The path of the new file.
+    """
     target = path.with_name(path.name + ".gz")
     header, rows = _read(path)
     _write(target, header, fold(rows))

@@ -323,7 +323,7 @@ class Demand:
     meets: Callable[[Row], bool]
 
     def bar(self, rows: Sequence[Row]) -> Bar:
-        """Return the bar, which shows the worst row and all rows that miss it."""
+        """Return the target as a bar, which names the worst row and all rows that miss it."""
         missed = [row for row in rows if not self.meets(row)]
         told = dict.fromkeys(
             f"{row.world}, {row.method}: {self.say(row)} of {len(row.results)} runs"
@@ -359,7 +359,7 @@ DEMANDS = (
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
-    """Return the bars; a bar is met only if every row meets it."""
+    """Return the targets; each is met only if every row meets it."""
     return [demand.bar(rows) for demand in DEMANDS] if rows else []
 
 

@@ -42,7 +42,7 @@ class EngineContract(abc.ABC):
         """Make an engine that can run the trials of `trial`."""
 
     def trial(self, trial_id: int, behaviour: Behaviour = Behaviour.RUNS) -> Trial:
-        """Make a trial that behaves as asked; its `overrides` state the behaviour."""
+        """Make a trial with this behaviour, which its `overrides` state."""
         return Trial(
             id=self.first_id + trial_id,
             kind=TrialKind.SEARCH,

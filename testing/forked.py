@@ -91,7 +91,7 @@ class Forked:
 
 
 def run_module(module: str, *words: str) -> None:
-    """Do what `python3 -m module words` does, in this process."""
+    """Run a module in this process, like `python3 -m module words`."""
     sys.argv = [module, *words]
     sys.modules.pop(module, None)  # runpy warns about a module that is already imported
     runpy.run_module(module, run_name="__main__", alter_sys=True)

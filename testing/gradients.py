@@ -3,7 +3,7 @@
     python -m testing.gradients [CASE ...]
 
 Tiny models train for two optimizer steps of SGD, with each ZeRO stage, precision and accumulation.
-The gradient norm is taken twice: from the engine, and from the change of the weights.
+The gradient norm is computed twice: by the engine, and from the change of the weights.
 """
 
 from __future__ import annotations

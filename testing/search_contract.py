@@ -29,7 +29,7 @@ class Proposed:
     """A proposal in the terms of tests.
 
     Attributes:
-        settings: flat, by the names of the settings.
+        settings: values by name of the setting, without nesting.
         micro_batch: samples per device and micro step.
         arm: the search's number for these settings; -1 if it gave none.
         note: further numbers that the search attached.

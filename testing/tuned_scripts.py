@@ -240,7 +240,7 @@ def _trained(line: str, folder: Path, log: Path | None = None) -> tuple[int, int
 
 
 def documented_commands() -> dict[str, tuple[str, list[str]]]:
-    """Return the commands in the documentation, by title: the folder and the words after `dsat`."""
+    """Return the documented commands, by title: the folder and the arguments of `dsat`."""
     found, example = {}, r"^\| \[(\w+)\].*`(?:python3 -m )?dsat (\w+ .*)` \|$"
     for name, line in re.findall(example, (ROOT / "examples/README.md").read_text(), re.M):
         found[name] = (f"examples/{name}", shlex.split(line))

@@ -48,7 +48,7 @@ LOOK = ["-m", "dsat.engines.machines.accelerators"]
 
 
 def prefix(**variables: str) -> tuple[str, ...]:
-    """Return the words that, before a command, make a warm host fork it.
+    """Return a prefix for commands: a warm host forks a command that has it.
 
     Args:
         variables: variables of the warm host; by default it is on a CPU.

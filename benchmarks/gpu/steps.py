@@ -99,12 +99,15 @@ def gpt2_medium(step: Step) -> None:
 
 
 def llama_1b(step: Step) -> None:
-    """Compare memory of Llama-3.2-1B in every strategy (bars: 1 % in the median, 3 % at worst)."""
+    """Compare memory of Llama-3.2-1B in every strategy.
+
+    The targets are errors of 1 % in the median and 3 % at worst.
+    """
     _compare_memory(step, "llama-3.2-1b")
 
 
 def llama_8b_lora(step: Step) -> None:
-    """Compare memory of Llama-3.1-8B with LoRA in every strategy (same bars as `llama_1b`)."""
+    """Compare memory of Llama-3.1-8B with LoRA in every strategy (same targets)."""
     _compare_memory(step, "llama-3.1-8b", "--lora", "--checkpointing")
 
 
@@ -131,7 +134,7 @@ def failures(step: Step) -> None:
 
 
 def projection(step: Step) -> None:
-    """Compare projected with measured steps of the trials of GPT-2 medium (bar: 10 %)."""
+    """Compare projected with measured steps of the trials of GPT-2 medium (target: 10 %)."""
     before = step.folder.with_name("gpt2_medium")
     past = past_runs.load(before / "run")
     os.chdir(before / "work")
@@ -152,8 +155,10 @@ def projection(step: Step) -> None:
 
 
 def cost_of_measuring(step: Step) -> None:
-    """Compare a script's speed by hand with its speed in trials, which have the meter (bar: 1
-    %)."""
+    """Compare a script's speed by hand with its speed in trials, which have the meter.
+
+    The target is a difference of at most 1 %.
+    """
     steps = 60 if step.short else 400
     folder = step.folder / "work"
     folder.mkdir()
@@ -164,7 +169,7 @@ def cost_of_measuring(step: Step) -> None:
 
 
 def published(step: Step) -> None:
-    """Compare the peak of Llama-3.1-8B, offloaded to the host, with a published one (bar: 5 %).
+    """Compare the peak of Llama-3.1-8B, offloaded to the host, with a published one (target: 5 %).
 
     With SGD: moments would be in host memory, and most hosts have too little.
     """

@@ -59,7 +59,7 @@ class Hang(BaseException):
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raise `Hang` in the body if it takes longer; works in the main thread only."""
+    """Raise `Hang` if the body takes longer than `seconds`; works in the main thread only."""
 
     def ring(number: int, frame: FrameType | None) -> None:
         raise Hang

@@ -1,4 +1,4 @@
-"""Memory before it is used: `dsat estimate`, and a search that begins with simulations."""
+"""Memory predictions: `dsat estimate`, and a search that begins with simulations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variables, cores and folders of ranks, which affect memory and speed like the configuration."""
+"""Variables, cores and folders of ranks, on which memory and speed depend too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""dsat says that there is no accelerator only if no part of one is there."""
+"""dsat reports that there is no accelerator only if no part of one exists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waiting for data loaders, and how many samples they have."""
+"""Time that steps wait for data loaders, and the loaders' number of samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics of step times: valid intervals, and recognised accidents."""
+"""Statistics of step times: valid intervals, and steps that an outside event slowed down."""
 
 from __future__ import annotations
 

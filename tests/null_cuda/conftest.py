@@ -28,8 +28,7 @@ def imported(libraries: Libraries) -> tuple[str, ...]:
 
 @pytest.fixture
 def null_cuda(libraries: Libraries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MachineOf:
-    """Return a function that makes devices for all processes that the test starts, not for the
-    test's."""
+    """Return a function that makes devices; only processes that the test starts see them."""
 
     def make(*devices: Device, faults: str = "", **options: object) -> NullCuda:
         machine = NullCuda(libraries, tmp_path / "books", devices or (Device(),), **options)  # type: ignore[arg-type]

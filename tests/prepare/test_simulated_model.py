@@ -1,4 +1,4 @@
-"""Models to simulate."""
+"""Models for simulations, from a script or a configuration."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_a_clear_gain_is_recommended_with_an_interval_that_holds_it(
 
 @pytest.mark.slow
 def test_intervals_hold_the_truth_and_hardly_a_tie_replaces_ones_own(tmp_path: Path) -> None:
-    """In twelve runs: interval and decision may each be wrong in 5 % of runs."""
+    """The bounds allow for chance: interval and decision may each be wrong in 5 % of runs."""
     held, shown, replaced = 0, 0, 0
     for seed in range(12):
         tie = {f"z{stage}": effect for stage, effect in _ties()}

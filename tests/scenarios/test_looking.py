@@ -262,7 +262,7 @@ def test_a_shell_completes_commands_options_and_choices(user: User) -> None:
 
 
 def test_the_command_to_train_with_is_pasted_from_a_narrow_terminal(user: User) -> None:
-    """A shell reads it from a pseudo-terminal as one line with intact words."""
+    """A shell reads it from a pseudo-terminal as one line, with no argument broken."""
     words = user.words("--max-trials", 4, method="random", shown=True)
     told = user.types(*words, harm=Harm(terminal=Terminal(columns=60)))
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", told.out)

@@ -106,7 +106,7 @@ def test_a_job_is_guarded_by_the_exit_status(user: User, cards: str, fits: bool)
 @pytest.mark.slow
 @pytest.mark.usefixtures("imported")
 def test_a_gpu_has_its_memory_by_name(user: User) -> None:
-    """NVIDIA sells an H100 with 80 GB, which are gibibytes."""
+    """An H100 is sold with "80 GB", which are 80 GiB."""
     (user.folder / "own.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
     words = ("--ds-config", "own.json", "--seq-length", 128)
     told = estimate(user, TINY, *words, "--fits", "8xH100/1TiB")

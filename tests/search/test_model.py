@@ -36,7 +36,7 @@ def model_of(space: Space, *, ceiling: int = 15, **options: Any) -> Driven:
 def stages(
     *numbers: int, micro_batches: Sequence[int] = range(1, 65), slots: int = 4, **limits: Any
 ) -> Space:
-    """Return a space of strategies in which no setting is free."""
+    """Return a space of strategies in which no other setting may change."""
     limits.setdefault("freedom", Freedom(fix=SETTING_NAMES))
     return Space(strategies=plain(*numbers), micro_batches=micro_batches, slots=slots, **limits)
 

@@ -1,4 +1,4 @@
-"""Limits of a simulation."""
+"""Limits of a simulation: CPU time and memory."""
 
 from __future__ import annotations
 
