@@ -14,10 +14,10 @@ from dsat.prepare import installed_deepspeed
 from testing.scenarios import User
 
 ROOT = Path(__file__).parent.parent
-# Seconds that a test may take, by marker: many times what it takes on a busy machine.
+# Time limits of tests in seconds, by marker: many times their duration on a busy machine.
 _LIMITS_S = {"nightly": 1800, "cluster": 1800, "slow": 900}
-# Modules are compiled once: not by each of the many hundred processes that tests start, half a
-# second of a core each, nor tests anew in each run, with their assertions, five seconds of a core.
+# Cache compiled modules. Otherwise each of the many hundred child processes compiles them, for half
+# a second of CPU time, and each run compiles the tests with their assertions, for five seconds.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 

@@ -210,7 +210,7 @@ class AskAndTell:
 
 
 def test_an_own_search(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SEARCHES, "mine", RandomSearch)  # so that it is taken back afterwards
+    monkeypatch.setitem(SEARCHES, "mine", RandomSearch)  # undone after the test
     del SEARCHES["mine"]
 
     class Mine(RandomSearch):
@@ -222,7 +222,7 @@ def test_an_own_search(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(result.trials) == 6
     with pytest.raises(UserInputError, match=r"'mine'.*'tries'"):
         place.tune(method="mine", search_options={"tries": 2})
-    dsat.register_search("mine", Mine)  # a notebook's cell runs again
+    dsat.register_search("mine", Mine)  # as when a notebook's cell runs again
     with pytest.raises(ValueError, match="'random'"):
         dsat.register_search("random", Mine)
     for wrong in (Search, dict):

@@ -12,7 +12,7 @@ from benchmarks.replay import play
 from benchmarks.tables import Table
 from tests.benchmarks.conftest import HEADER, config_of
 
-# DeepSpeed's autotuner leaves files open, and Determined deprecates parts of its own.
+# DeepSpeed's autotuner leaves files open, and Determined deprecates parts of itself.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning:determined",
     "ignore::ResourceWarning",

@@ -66,7 +66,7 @@ def test_a_small_table_is_really_recorded(tmp_path: Path, monkeypatch: pytest.Mo
     table = tables.read(record.record(spec, cpu_machine(1), tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["small.jsonl.gz"]
     assert table.header.profile.num_params > 5 * 10**6
-    # The large bucket is 4 GB, of which the slot has none to spare: once is enough.
+    # The large bucket of 4 GB cannot fit in the slot, so it is tried once.
     found = [(row.micro_batch, row.outcome.kind.value, row.outcome.detail) for row in table.rows]
     assert found == [(1, "OK", ""), (2, "OK", ""), (1, "OOM", "")]
 
@@ -118,7 +118,7 @@ def test_between_recorded_micro_batches_throughput_is_linear_up_to_the_edge(tabl
 @pytest.mark.parametrize(
     ("zero", "like"),
     [
-        ({}, {"reduce_bucket_size": 10**8}),  # DeepSpeed's own is larger still
+        ({}, {"reduce_bucket_size": 10**8}),  # DeepSpeed's default is even larger
         ({"reduce_bucket_size": 6 * 10**7}, {"reduce_bucket_size": 10**8}),
         ({"reduce_bucket_size": 4 * 10**7}, {"reduce_bucket_size": 5 * 10**6}),
         ({"reduce_bucket_size": 10**6, "overlap_comm": True}, {"reduce_bucket_size": 5 * 10**6}),

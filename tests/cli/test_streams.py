@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# What a run does: it says many lines, opens files, and tells at its end that it got there.
+# Does what a run does: prints many lines, opens files, and reports when it reaches its end.
 PROGRAM = """
 import os, pathlib, sys
 from dsat.cli import streams

@@ -134,7 +134,7 @@ def test_frameworks_have_keys_of_their_own_for_fields_of_the_trainer(tmp_path: P
         (tmp_path / "own.yaml").write_text(text)
         form = form_of_training([*words[:2], "own.yaml"], tmp_path)
         assert form is not None and form.key_of("use_liger_kernel") == key
-    # LLaMA-Factory recomputes activations unless it is told not to.
+    # LLaMA-Factory recomputes activations unless its file disables that.
     own = f"finetuning_type: lora\n{TRAINER}"
     for is_on in (True, False):
         best = answer(tmp_path, {CHECKPOINTING: is_on})

@@ -49,13 +49,13 @@ OOM, ERROR, INVALID, OK = "OOM", "ERROR", "INVALID", "OK"
 REPORTS = [
     # Only the last run of a trial counts.
     (crash(line(failed(OOM), run="5.a.0"), line(failed(ERROR, "x"), run="5.a.1")), (ERROR, "x")),
-    # A measurement in the log is one: the script has no reporting context.
+    # A measurement in the log counts: the script has no reporting context.
     (leave("warning: Address already in use, trying the next port", line(RAN, ended=True)), (OK,)),
     (crash(line(RAN, ended=True)), (OK,)),
-    # A script that leaves with a status has not only come to its end.
+    # A script that exits with an error status has failed.
     (leave("no config", line(failed(INVALID, "too short"), ended=True)), (INVALID, "too short")),
     (crash("no config", line(failed(INVALID, "too short"), ended=True)), (ERROR, "failed")),
-    (crash(line(failed(OOM))[:-20]), (ERROR, "failed")),  # torn by another writer
+    (crash(line(failed(OOM))[:-20]), (ERROR, "failed")),  # cut off by another writer
     # One rank's report explains the failures of the others.
     (
         crash(
@@ -81,7 +81,7 @@ TEXTS = [
     (crash("torch.cuda.OutOfMemoryError: CUDA out of memory."), (OOM, "log")),
     (crash("RuntimeError: CUDA error: out of memory"), (OOM, "log")),
 ]
-PORTS = [  # at which ranks meet, and which another trial has
+PORTS = [  # where ranks meet, but another trial uses them
     (
         crash("RuntimeError: Address already in use"),
         (ERROR, "EADDRINUSE", "--max-concurrent-trials 1"),

@@ -22,7 +22,7 @@ OPTIONS = (
 )
 STRANGER = "00000000-0000-0000-0000-000000000000"
 POSTS = r"POST .*/searcher_operations"
-AT = 3  # trials have ended when a harm comes about
+AT = 3  # number of trials that have ended when the harm happens
 
 Harm = Callable[[OnCluster], None]
 
@@ -149,8 +149,8 @@ def test_a_harm_that_leaves_no_trace(
 @pytest.mark.parametrize(
     ("pattern", "faults"),
     [
-        (r"POST .*/checkpoints", [{"kind": "drop", "every": 2}]),  # decided, and not saved
-        # In turns: saved and not posted, then posted and not answered.
+        (r"POST .*/checkpoints", [{"kind": "drop", "every": 2}]),  # decided, but not saved
+        # In turns: saved but not posted, then posted but not answered.
         (POSTS, [{"kind": "drop", "every": 3}, {"kind": "drop_answer", "after": 1, "every": 2}]),
     ],
 )
@@ -230,7 +230,7 @@ def test_the_time_of_a_search_goes_on_while_its_runner_is_dead_but_not_while_it_
         assert json.loads(told.out)["wall_s"] >= 0
 
 
-# Harms that end a search: the best so far is told, its files are there, and no trial runs on.
+# Harms that end a search: the best so far is reported, with its files, and no trial runs on.
 
 
 def runner_is_canceled(there: OnCluster, command: Command) -> None:

@@ -46,7 +46,7 @@ def test_a_whole_search(method: str, tmp_path: Path) -> None:
         is_whole(there, len(found["trials"]))
         assert 4 <= len(found["trials"]) <= 9 and there.master.made_up is not None
         assert there.master.made_up.most == 2
-        # The best of all that ran there by the master's figures, or as good with a smaller batch.
+        # The best trial by the master's numbers, or one as good with a smaller batch.
         best, rows = found["best"], [row for row in found["trials"] if row["kind"] != "final"]
         most = max(row["metrics"]["throughput"] for row in rows if row["metrics"])
         assert best["metrics"]["throughput"] >= 0.99 * most
@@ -61,7 +61,7 @@ def test_a_whole_search(method: str, tmp_path: Path) -> None:
         size = best["train_micro_batch_size_per_gpu"]
         assert config["train_micro_batch_size_per_gpu"] == size
         assert json.loads((files / "best_ds_metrics.json").read_text())["trial"] == best["name"]
-        # The web UI tells it too.
+        # The web UI shows it too.
         runner = there.master.experiment(RUNNER)
         assert f"{found['gain']:.3f}x" in runner.config["description"] and runner.progress == 1
         assert there.master.metrics(there.runner)[-1] == {

@@ -102,7 +102,7 @@ def test_a_rank_that_runs_out_of_memory(tmp_path: Path) -> None:
         assert "No configuration ran" in told.err
 
 
-ENDS = {  # of trials that pretend, by what they do; the first is the user's own configuration
+ENDS = {  # outcomes of pretending trials, by behaviour; the first is the user's own configuration
     "runs": "OK",
     "crashes": "ERROR",
     "runs out of memory": "OOM",

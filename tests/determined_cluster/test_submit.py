@@ -162,10 +162,10 @@ def test_only_a_search_is_followed(master: StandIn, capsys: pytest.CaptureFixtur
     [
         *(([status], 0, 0) for status in (400, 401, 403, 404, 501)),
         ([599], 1800, 1830),
-        *(([status], 1800, 3000) for status in (502, 503)),  # determined's client repeats it too
+        *(([status], 1800, 3000) for status in (502, 503)),  # determined's client retries these
         ([500], 120, 150),  # more slots than the cluster has
         ([599] * 7 + [500], 211, 241),  # a master that restarts before its database
-        ([599] * 7 + [200], 91, 91),  # one that was away
+        ([599] * 7 + [200], 91, 91),  # a master that was unavailable
     ],
 )
 def test_how_long_a_request_is_repeated(
@@ -180,7 +180,7 @@ def test_how_long_a_request_is_repeated(
     pauses: list[float] = []
     really, here = time.sleep, threading.get_ident()
 
-    def pause(seconds: float) -> None:  # other threads of the tests go on as ever
+    def pause(seconds: float) -> None:  # other threads of the tests sleep as usual
         if threading.get_ident() == here:
             pauses.append(seconds)
         else:
@@ -194,7 +194,7 @@ def test_how_long_a_request_is_repeated(
         times = None if number == len(statuses) - 1 else 1
         if status != 200:
             master.fault(gone, status=status, times=times, after=1)
-    if statuses[-1] == 200:  # it then hears that another user has ended the search
+    if statuses[-1] == 200:  # it then learns that another user has ended the search
         master.experiment(1).change_state(State.STOPPING_KILLED, "user requested kill")
     assert main.main(["watch", "1"]) == (1 if statuses[-1] == 200 else 2)
     assert least_s <= sum(pauses) <= most_s + 10

@@ -110,7 +110,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
     [
         ("model/dsat/x.py", "hide the package dsat"),
         ("model/dsat.py", "hide the package dsat"),
-        ("other/train.py", "--add-files"),  # there is one in the model folder
+        ("other/train.py", "--add-files"),  # the model folder has one, too
     ],
 )
 def test_two_of_one_name_are_refused(
@@ -133,7 +133,7 @@ def test_too_much_is_refused_and_the_largest_files_are_named(
     sizes = {"data/big.bin": 60, "lib/w.bin": 20, "a.bin": 8, "b.bin": 4, "c.bin": 2, "d.bin": 1}
     for name, mebibytes in sizes.items():
         with (model / name).open("wb") as file:
-            file.truncate(mebibytes * 2**20)  # without contents on the disk
+            file.truncate(mebibytes * 2**20)  # a sparse file
     assert dsat(model, "--dry-run") == 2
     err = refused(capsys)
     total, limit = map(float, re.findall(r"(\d+\.\d|\d+) MiB", err)[:2])

@@ -42,7 +42,7 @@ def test_trials_that_wait_for_slots_are_told_of_after_a_while_and_again() -> Non
         (["CANCELED"], [True]),
         (["STOPPING_KILLED"], [True]),
         (["RUNNING"], [False]),
-        # A master that is away changes nothing.
+        # An unavailable master changes nothing.
         (["PAUSED", requests.exceptions.ConnectionError("gone"), "RUNNING"], [True, True, False]),
     ],
 )

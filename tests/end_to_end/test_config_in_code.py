@@ -42,7 +42,7 @@ def test_a_search_learns_it_from_the_first_run(tmp_path: Path, way: str) -> None
     best = read_json(place / "run" / "best_ds_config.json")
     assert best["gradient_clipping"] == own["gradient_clipping"]
     assert best["zero_optimization"]["reduce_bucket_size"] == 10**6, "as it is in the code"
-    # The first run leaves what every trial does, and none of the variables that it recorded.
+    # The first run leaves the files of every trial, without the variables that it recorded.
     folder = place / "run" / "trials" / run.trials[0].name
     left = {path.name for path in folder.iterdir()}
     assert {"cmd.txt", "stdout.log", "stderr.log", "metrics.json", "modules.json"} <= left

@@ -80,7 +80,7 @@ def test_a_trial_is_measured(single: Bench, way: str) -> None:
         "epoch 0",
         "shutdown",
     )
-    # Nothing falls between the steps: neither validations nor checkpoints.
+    # Between the steps, there are neither validations nor checkpoints.
     assert {line.split()[0] for line in batches} == {"batch"}
     assert {line.split()[2] for line in batches} == {"4"}
     # The harness calls train_batch for each micro batch; the last call does not return.

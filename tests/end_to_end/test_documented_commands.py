@@ -43,7 +43,7 @@ def assert_found(run_dir: Path, told: Told) -> Run:
     "section",
     [
         "Coming from DeepSpeed's autotuner",
-        # The kinds of script of these are searched elsewhere in each run of the tests.
+        # Every run of the tests searches these kinds of scripts elsewhere.
         *(
             pytest.param(section, marks=pytest.mark.nightly)
             for section in (

@@ -74,7 +74,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
     options = ["--max-trials", 6, "--search-range-factor", 0.2, "--metric", "throughput"]
     options += ["--fix", "attn_implementation"]  # no flag of the script sets it
     options += ["--zero-stages", 1, 2, 3]
-    options += ["--max-concurrent-trials", 2]  # many at once would all have the first size
+    options += ["--max-concurrent-trials", 2]  # if more ran at once, all would have the first size
     return tune(tmp_path_factory.mktemp("alone"), "hf_trainer", "asha", *options)
 
 
@@ -93,7 +93,7 @@ def test_the_model_sees_each_trials_batch(alone: tuple[Path, Told]) -> None:
         micro_batch = words[words.index("--per_device_train_batch_size") + 1]
         assert micro_batch == str(trial.batch.micro_batch)
         assert f"--gradient-accumulation-steps={trial.batch.gas}" in words
-    # "auto" stays, but where the search decided.
+    # "auto" stays, except where the search decided.
     own, best = read_json(TRAINER / "ds_config.json"), read_json(alone[0] / "best_ds_config.json")
     for section in ("gradient_clipping", "fp16", "bf16", "optimizer", "scheduler"):
         assert best[section] == own[section]
@@ -128,7 +128,7 @@ def test_on_two_ranks_with_accumulation(tmp_path: Path) -> None:
     assert {trial.batch.train_batch_size for trial in ran[2:]} == {48}
     assert max(trial.batch.gas for trial in ran) > 1
     for outcome in run_of(run_dir).outcomes.values():
-        # Earlier versions of accelerate (1.1 and 1.8 were looked at) join CPU ranks by themselves.
+        # Earlier versions of accelerate (1.1 and 1.8 were checked) connect CPU ranks by themselves.
         by_itself = Version(version("accelerate")) < Version("1.9")
         assert warnings_of(outcome) == (() if by_itself else (NO_CPU_RANKS,))
 

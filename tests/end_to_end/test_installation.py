@@ -68,7 +68,7 @@ class Environment:
 
     def __init__(self, folder: Path, wheel: Path, *, without: Collection[str]) -> None:
         self._folder = folder
-        self._cache = wheel.with_name("cache")  # what the one has asked DeepSpeed, the other knows
+        self._cache = wheel.with_name("cache")  # environments share DeepSpeed's answers
         venv.create(folder, with_pip=False)
         [packages] = folder.glob("lib/python*/site-packages")
         shared = [entry for entry in sys.path if entry.endswith("site-packages")]
@@ -86,7 +86,7 @@ class Environment:
 
     def run(self, folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
         """Run a program of the environment to its end, in `folder`."""
-        # Nothing of the environment that the tests run in.
+        # Excludes the environment of the tests.
         env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         env["XDG_CACHE_HOME"] = str(self._cache)
         program, *args = map(str, words)

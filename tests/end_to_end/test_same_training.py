@@ -50,7 +50,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
 @pytest.mark.parametrize(
     ("fault", "changes"),
     [
-        ("runs", {"stage": 2, "zero": RACING}),  # that does not race
+        ("runs", {"stage": 2, "zero": RACING}),  # the same settings without the fault
         ("runs", {"stage": 2, "zero": SMALL_BUCKET}),
         ("runs", {"stage": 3}),
         ("runs", {"micro_batch": MICRO_BATCH // 2, "gas": 2}),

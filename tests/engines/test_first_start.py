@@ -27,7 +27,7 @@ BIN = Path(sys.executable).parent
 OPTIONS = ("-X", "utf8", "-W", "ignore")
 
 
-# Each passes on what follows its own options, in the environment that the real one makes.
+# Each runs the command after its own options, in the environment that the real one makes.
 STAND_INS = {
     "srun": "#!/bin/bash\nshift 1; export SLURM_NTASKS=2\n"
     'SLURM_PROCID=0 "$@" & SLURM_PROCID=1 "$@" & wait\n',
@@ -176,7 +176,7 @@ def test_a_script_that_names_no_shell_is_run_by_one(place: Path) -> None:
     assert program.script == "train.py"
     assert program.env["PYTHONPATH"].split(os.pathsep)[0] == str(
         place / "lib"
-    )  # whatever folder trials start in
+    )  # in any folder where trials start
 
 
 @pytest.mark.slow
@@ -237,7 +237,7 @@ def test_a_sitecustomize_of_the_users_own_is_run_as_well(
     (own / "sitecustomize.py").write_text("import os\nopen('customized', 'w').close()\n")
     paths = [str(own), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.chdir(own)  # the supervisor has it too, where dsat was started
+    monkeypatch.chdir(own)  # the supervisor's folder is also the one where dsat was started
     assert seen(place, sys.executable, "train.py").script == "train.py"
     assert (place / "customized").exists()
 

@@ -53,7 +53,7 @@ for line in sys.stdin:
 FALLS_SILENT = ANSWERS.replace("flush=True)", "flush=True)\n    import time\n    time.sleep(2000)")
 TAKES_NOTHING = "import time; time.sleep(2000)"
 LOOK = {"op": "look", "files": [], "folder": "x"}
-# What a step of a cluster is: it starts the supervisor, and hands on what both ends say.
+# Like a step of a cluster: it starts the supervisor, and relays its input and output.
 RELAY = """
 import os, subprocess, sys, threading
 child = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=True)
@@ -279,7 +279,7 @@ def test_hosts_that_stop_or_die_leave_the_run_and_a_trial_runs_elsewhere(
     assert buffers_of(tmp_path) == []
 
 
-# A supervisor for which other files are there.
+# A supervisor that sees other files.
 SEES = """
 import pathlib
 from dsat.engines.agent import supervisor

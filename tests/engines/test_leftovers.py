@@ -67,14 +67,14 @@ def test_a_later_start_ends_what_a_killed_first_command_left(tmp_path: Path) -> 
     )
     [supervisor] = owner.children()
     assert int(left) not in leftovers.end_orphans(), "its dsat lives"
-    owner.suspend()  # neither sees the other one's end
+    owner.suspend()  # neither notices the other's end
     for process in (supervisor, owner):
         process.kill()
     owner.wait(PATIENCE_S)
     assert is_alive(int(left)), "or there is nothing to show"
     mark = f"{leftovers._place_of(os.getpid())}-elsewhere {owner.pid} 0"
     with sleeping(DSAT_OWNER=mark) as of_another_machine:
-        leftovers.end_orphans()  # or that of another test's search, which starts just then
+        leftovers.end_orphans()  # or from another test's search, which has just started
         wait_until(lambda: not is_alive(int(left)), "its end")
         assert is_alive(of_another_machine.pid)
 

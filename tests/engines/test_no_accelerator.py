@@ -22,7 +22,7 @@ def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_bare_machine_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(machine, "find_machine")  # torch is not asked
+    monkeypatch.delattr(machine, "find_machine")  # torch must not be asked
     found = find_machine_for_simulations()
     assert (found.accelerator, found.visible_devices) == ("cpu", ())
     assert found.num_slots == len(found.devices) > 0

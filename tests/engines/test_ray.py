@@ -73,7 +73,7 @@ BUSY = node(0, 0, of=(16, 8))
     [
         ([node(64, 8), node(64, 8)], (None, None), Parts(2, "GPU", 8, 64)),
         ([node(4), node(4), node(4)], (None, None), Parts(3, "", 4, 4)),
-        # Of others' work: as many cores as go with the devices, and are free.
+        # Others use the cluster: as many cores as belong to the devices, and are free.
         ([node(10, 4, of=(64, 8))], (None, None), Parts(1, "GPU", 4, 10)),
         # Equal parts.
         ([node(64, 8), node(64, 4, of=(64, 8))], (None, None), Parts(1, "GPU", 8, 64)),
@@ -91,10 +91,10 @@ BUSY = node(0, 0, of=(16, 8))
             (None, None),
             Parts(1, "GPU", 8, 8, "T4"),
         ),
-        # What is asked for.
+        # What the user requests.
         ([node(64, 8)] * 3, (2, 4), Parts(2, "GPU", 4, 4)),
         ([node(64, 8)] * 3, (2, None), Parts(2, "GPU", 8, 64)),
-        # What an autoscaler may bring, or another's end.
+        # What an autoscaler may add, or another job's end may free.
         ([node(2)], (2, 8, "A100"), Parts(2, "GPU", 8, 8, "A100")),
         ([node(64, 8)], (2, None), None),
         ([BUSY], (None, None), None),
@@ -211,7 +211,7 @@ def test_a_command_ends_with_its_input_or_by_a_signal() -> None:
     [
         (ConnectionError("the actor died\nunexpectedly"), b"ConnectionError: the actor died\n"),
         (ConnectionError(), b"ConnectionError\n"),
-        (SystemExit(0), b"SystemExit: 0\n"),  # raised by Ray where it has shut down
+        (SystemExit(0), b"SystemExit: 0\n"),  # raised by Ray after it has shut down
     ],
 )
 def test_a_lost_node_ends_its_commands_for_us(
@@ -340,8 +340,8 @@ def test_two_trials_over_two_nodes_each_and_nodes_that_end(
         while len(ended) < len(both):
             ended |= dict(bench.engine.poll(PATIENCE_S))
         assert [ended[trial.id].ok for trial in both] == [True, True], ended
-        # Of the four, an actor stops, and another daemon is killed: each time the trial runs on
-        # two that are left.
+        # Of the four nodes, one's actor stops and another's daemon is killed. Each time, the trial
+        # runs on two remaining nodes.
         for reason in ("it has not answered for 8 s", "the process that runs trials ended"):
             trial = bench.trial("hangs at first")
             bench.engine.launch(trial)
@@ -399,7 +399,7 @@ def test_a_job_of_the_cluster_takes_it_by_itself(three: RayCluster, tmp_path: Pa
     run_dir = tmp_path / "run"
     words = search_of(run_dir, three, "--max-trials", 2)
     place = words.index("--engine")
-    del words[place : place + 4]  # nothing says that there is a Ray
+    del words[place : place + 4]  # no option mentions Ray
     if not three.dashboard:
         pytest.skip("Ray's jobs need ray[default]")
     submit = [str(Path(sys.executable).parent / "ray"), "job", "submit"]

@@ -71,9 +71,9 @@ LOST = said("ERROR", 1.0, "RuntimeError: Connection closed by peer")
 @pytest.mark.parametrize(
     ("reports", "statuses", "kind", "message", "detail"),
     [
-        # The first to fail explains the others.
+        # The first failure explains the others.
         ([said("ERROR", 2.0), said("ERROR", 1.0)], [1, 1], "ERROR", "rank 1: ERROR at 1", "ERROR"),
-        # A peer that lost its connection may be quicker to say so.
+        # A peer that lost its connection may report earlier.
         ([LOST, said("OOM", 2.0)], [1, 1], "OOM", "rank 1: OOM at 2", "OOM"),
         ([said("HOST_OOM", 2.0), None], [1, 1], "HOST_OOM", "rank 0: HOST_OOM at 2", "HOST_OOM"),
     ],
@@ -135,7 +135,7 @@ COMMAND = {"cold": False, "command": ("bash", "run.sh")}
         (255, "ERROR", "exit status 255 after 1 optimizer step,"),  # -1
         (168, "ERROR", "exit status 168 after 1 optimizer step,"),  # no signal has the number 40
         (KILLED, "HOST_OOM", "SIGKILL"),
-        (137, "HOST_OOM", "SIGKILL"),  # as a shell says it
+        (137, "HOST_OOM", "SIGKILL"),  # as a shell reports it
         (247, "HOST_OOM", "memory"),  # as DeepSpeed's launcher exits: -9 % 256
         (1, "HOST_OOM", "memory"),  # as torchrun does
     ],

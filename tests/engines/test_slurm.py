@@ -34,7 +34,7 @@ JOB = {
 }
 ENDS_WITHIN_S = 240.0
 ROOT = Path(__file__).parents[2]
-# dsat, which gives up silent hosts soon.
+# dsat with short time limits for silent hosts.
 IMPATIENT = """
 import sys
 from dsat.cli.main import main
@@ -215,7 +215,7 @@ def test_a_step_has_all_gpus_that_the_job_has_on_its_node(
 ) -> None:
     """This holds for every option with which the job requested them, as steps do not repeat it."""
     with three.allocation(2, *asked.split()) as variables:
-        variables = {**variables, "SLURM_LABELIO": "1"}  # by habit
+        variables = {**variables, "SLURM_LABELIO": "1"}  # as some users set it
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         allocation = Allocation.of(variables)

@@ -117,7 +117,7 @@ def test_whoever_is_killed_while_it_imports_leaves_no_supervisor(tmp_path: Path)
     wait_until(lambda: not is_alive(int(found.read_text())), "the supervisor's end")
 
 
-# A process of its own: threads of other tests come and go.
+# Runs in a child process, as other tests start and end threads.
 COUNTS_THREADS = """
 import ctypes, threading
 from dsat.engines.agent import warm_up
@@ -167,7 +167,7 @@ def test_a_supervisors_own_resource_tracker_is_no_trials(tmp_path: Path) -> None
 def test_swap_folders_are_removed_however_a_trial_ends(tmp_path: Path, ending: str) -> None:
     """An interrupted dsat closes the pipe of requests; Ctrl-C also reaches the supervisor."""
     swap, theirs = tmp_path / "nvme" / "dsat-1", tmp_path / "nvme" / "dsat-10"
-    for folder in (swap, theirs):  # that of the same trial was left by a killed dsat
+    for folder in (swap, theirs):  # a killed dsat left the folder of the same trial
         folder.mkdir(parents=True)
     writes = f"mkdir {swap}/zero_stage_3; echo x >{swap}/zero_stage_3/x; touch began"
     naps = "" if ending == "by itself" else "; sleep 600"

@@ -100,7 +100,7 @@ def test_the_slots_memory_and_the_time_in_which_dsat_runs_are_the_limits(tight: 
     trial = tight.trial(zero=SMALL_BUCKETS)
     tight.engine.launch(trial)
     assert tight.engine.poll(0.1) == []
-    tight.engine._running[trial.id].clock._read_s -= 24 * 3600.0  # as if dsat was stopped since
+    tight.engine._running[trial.id].clock._read_s -= 24 * 3600.0  # as if dsat had been suspended
     [outcome] = ended(tight, trial)
     assert outcome.ok, outcome
     outcome = tight.run(tight.trial("exhausts the slot on 1", zero=SMALL_BUCKETS))
@@ -195,12 +195,12 @@ train(make_engine())
 @pytest.mark.parametrize(
     ("fails", "starts"),
     [
-        # A warning of Slurm's, which may be about to end everything: once more, and no oftener.
+        # A warning by Slurm, which may soon end everything: run again once only.
         ("os.kill(os.getpid(), signal.SIGUSR1)", 2),
         ("os.kill(os.getpid(), signal.SIGTERM)", 2),
         # Another program took the port.
         ("raise OSError(98, 'Address already in use')", 2),
-        # The settings' own fault.
+        # The settings are the cause.
         ("raise AssertionError('3 is not a multiple of 2')", 1),
         ("os.kill(os.getpid(), signal.SIGKILL)", 1),
     ],
@@ -209,7 +209,7 @@ def test_only_what_is_no_fault_of_the_settings_is_run_again(
     fails: str, starts: int, tmp_path: Path
 ) -> None:
     with scripts_in(tmp_path) as scripts:
-        scripts.run("train(make_engine())").well()  # so that forks are known to work
+        scripts.run("train(make_engine())").well()  # shows that forks work
         ended = scripts.run(COUNTS.format(fails=fails))
     assert not ended.outcome.ok, "it was started again and again"
     assert (tmp_path / "starts").read_text().count("start") == starts
@@ -388,9 +388,9 @@ def test_the_profile_trial_counts_the_model(pair: Bench, stage: int) -> None:
     assert outcome.ok and outcome.profile is not None, pair.log(trial)
     profile = outcome.profile
     assert profile.num_params == profile.trainable_params == 16 * 16 + 16 + 16 + 1
-    # Forward and the gradients of the weights in both layers, of the input in the second alone.
+    # Forward pass and weight gradients in both layers, input gradient only in the second.
     assert profile.flops_per_sample == 2 * (2 * (16 * 16 + 16) + 16)
-    # What goes into each layer. The script computes the loss outside of the model.
+    # The inputs of each layer. The script computes the loss outside of the model.
     assert profile.activation_bytes_per_sample == 4 * (16 + 16)
 
 
@@ -422,7 +422,7 @@ def test_a_full_length_run_is_never_repeated(tmp_path: Path) -> None:
     assert (scripts.run_folder / "starts").read_text() == "x"
 
 
-@pytest.mark.nightly  # two ranks that import all
+@pytest.mark.nightly  # two ranks import everything
 def test_cmd_txt_can_be_pasted_into_a_shell(pair: Bench) -> None:
     trial = pair.trial()
     assert pair.run(trial).ok

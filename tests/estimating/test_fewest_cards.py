@@ -54,7 +54,7 @@ def test_one_card_less_is_not_enough() -> None:
             assert peak(choice, cards=less, strategy=Strategy(stage), micro_batch=1) > limit
     counts = {choice.cards for choice in chosen(SEVENTY_BILLION) if not choice.strategy.offloads}
     assert all(count < 8 or count % 8 == 0 for count in counts)
-    assert any(count.bit_count() > 1 for count in counts)  # not powers of two alone
+    assert any(count.bit_count() > 1 for count in counts)  # not only powers of two
 
 
 def test_offloading_is_shown_where_it_saves_cards() -> None:

@@ -172,7 +172,7 @@ def test_lines_are_marked_until_they_are_simulated() -> None:
 def test_a_strategy_that_nearly_fits_names_what_is_missing() -> None:
     host = FakeSimulationHost(FACTS, by_formula(FACTS))
     [line] = [x for x in answer_of(host, BF16).lines if x.strategy == Strategy(0)]
-    size = round(1.01 * line.needed)  # and 5 % are to be left free
+    size = round(1.01 * line.needed)  # but 5 % must stay free
     settings = EstimateSettings(slot_counts=(1,), slot_memories=(size,))
     with Simulator(host, as_cpu=False) as simulator:
         found = LineByLine(SimulatedModel.build("train.py", BF16, simulator), settings).estimate()

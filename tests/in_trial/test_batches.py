@@ -19,7 +19,7 @@ from testing.metered import Clock, FakeEngine, attach, measured_by
 
 TRIAL, OWN = 5, 8
 IDS = torch.ones(4, 9, dtype=torch.long)
-MASK = torch.ones(4, 9, dtype=torch.long).tril()  # 1 + 2 + 3 + 4 of them
+MASK = torch.ones(4, 9, dtype=torch.long).tril()  # 1 + 2 + 3 + 4 tokens
 IMAGES = torch.zeros(4, 3, 8, 8)
 LABELS = torch.ones(4, 40, dtype=torch.long)
 PAIR = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
@@ -85,7 +85,7 @@ def test_images_of_a_text_are_no_samples(clock: Clock) -> None:
         ([(128, 8)], "warns"),  # time first, which short sequences look like
         ([()], "warns"),  # nothing to count
         ([(3, 128), (3,), (1, 128)], "short"),
-        ([(2, 90), (4, 16)], "warns"),  # the edges and nodes of a graph
+        ([(2, 90), (4, 16)], "warns"),  # edges and nodes of a graph
     ],
 )
 def test_shapes(clock: Clock, shapes: list[Shape], expected: str) -> None:

@@ -23,7 +23,7 @@ from testing.scripts import CONFIG, PLAIN
 from tests.conftest import ROOT
 
 SPEC = MeterSpec(TrialOptions(timeout_s=60.0, end_step=5), micro_batch=2, gas=1, stage=1, slots=1)
-# A script in a container, as far as it sees the cluster: by Determined's package.
+# A script in a container; Determined's package is its only view of the cluster.
 CONTAINER = """
 import json, sys, time
 from types import SimpleNamespace
@@ -196,7 +196,7 @@ def test_a_process_says_in_its_log_why_it_ends(
     tmp_path: Path, body: str, status: int, kind: str, ended: bool
 ) -> None:
     if "sleep" in body:
-        (tmp_path / "calls.json").write_text('[["steps", -1]]')  # it is ended in the midst
+        (tmp_path / "calls.json").write_text('[["steps", -1]]')  # it ends in the middle
     limit = TrialOptions(timeout_s=0.3 if "sleep" in body else 60.0, end_step=5)
     found = rank_of(tmp_path, body, options=limit)
     [told] = found.told

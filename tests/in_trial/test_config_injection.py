@@ -12,7 +12,7 @@ from dsat.in_trial.config_injection import SEVERAL_ENGINES
 from testing.scripts import CONFIG, Scripts
 
 slow = pytest.mark.slow
-# What the script's own configuration says, and what the trial's does.
+# The script's own configuration, and the trial's.
 OWN = {**CONFIG, "train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 0}}
 TRIAL: dict[str, Any] = {"micro_batch": 4, "zero": {"stage": 2}}
 PASSES = f"""

@@ -57,7 +57,7 @@ CPU_ALLOCATOR = RuntimeError(
         (InvalidTrial("no engine"), "INVALID"),
         (type("InvalidHP", (Exception,), {})("not these"), "INVALID"),
         (raised(RuntimeError("wrapped"), InvalidTrial("no engine")), "INVALID"),
-        # Words alone do not make it one.
+        # The text alone does not make it one.
         (ValueError("out of memory"), "ERROR"),
         (FileNotFoundError(errno.ENOENT, "no data"), "ERROR"),
         (RuntimeError("CUDA error: device-side assert triggered"), "ERROR"),
@@ -113,7 +113,7 @@ def test_host_memory_beside_a_device_is_not_the_devices(monkeypatch: pytest.Monk
     monkeypatch.setattr(failures, "_uses_cuda", lambda: True)
     for error in (MemoryError(), CPU_ALLOCATOR):
         assert failures.outcome(error).kind is OutcomeKind.HOST_OOM
-    # What cuBLAS says for want of memory.
+    # The message of cuBLAS without enough memory.
     monkeypatch.setattr(failures, "_is_nearly_full", lambda: True)
     error = RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED when calling cublasCreate")
     assert failures.outcome(error).kind is OutcomeKind.OOM

@@ -85,8 +85,8 @@ def told_of(clock: Clock, *losses: float, skipped: tuple[int, ...] = ()) -> Outc
     "losses",
     [
         (3.0, 2.0, 1.0, 0.5, 0.2, 0.1, 0.1, 0.1, 0.1),
-        (0.1, -0.2, 0.05, 0.1, -0.1, 0.3, -0.4, 0.9, -0.6),  # as of a policy gradient
-        (0.0, 0.0, 0.0, 1e-6, 1e-6, 1e-6, 1e-6),  # as of GRPO
+        (0.1, -0.2, 0.05, 0.1, -0.1, 0.3, -0.4, 0.9, -0.6),  # as with a policy gradient
+        (0.0, 0.0, 0.0, 1e-6, 1e-6, 1e-6, 1e-6),  # as with GRPO
         (1.0, 1.0, 1.0, 1.0, 50.0, 50.0, 50.0, 50.0),
         (1e9, 2e9, 1e9, 2e9, 1e9, 1e9, 1e9, 1e9),
         (2.0,) * (FIRST_STEPS + LAST_STEPS + 100),

@@ -169,7 +169,7 @@ def test_the_operation_is_long_enough_for_skipped_steps(clock: Clock) -> None:
         engine.times_ms = (3.0, 5.0, 2.0 if step % 2 else 90.0)
 
     assert train(engine, before=worst) is not None
-    # But for what only an accelerator, or a loader with workers, may need.
+    # Without steps that only an accelerator or a loader with workers needs.
     assert engine.global_steps == LONGEST - 2 * MAX_EXTRA_STEPS
 
 
@@ -222,7 +222,7 @@ def test_a_script_may_leave_out_the_engines_forward(clock: Clock) -> None:
 @pytest.mark.parametrize(
     ("gas", "batches", "cheap", "steps", "warnings"),
     [
-        # Eight batches are four steps; the fifth may still have been made while they were used.
+        # Eight batches last for four steps; those of the fifth may be loaded meanwhile.
         (2, 8, 5, 5, ()),
         # For a minute at most.
         (1, 64, 0, 65, ()),

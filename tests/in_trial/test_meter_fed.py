@@ -92,7 +92,7 @@ def test_accumulation_of_the_scripts_own_is_measured_by_real_steps(
     ("gas", "own_gas", "own", "refusal"),
     [
         (1, 4, 4, "is 1 instead of 4: accumulation is a constant"),
-        (8, 4, 4, "steps was full"),  # an epoch has no more, perhaps
+        (8, 4, 4, "steps was full"),  # perhaps the end of an epoch
         (4, 4, 4, ""),
         (1, 2, 8, ""),  # always four times as many
         (1, 1, 4, ""),

@@ -97,7 +97,7 @@ def profile_of(
     return profile
 
 
-# Forward, and the weights' gradients, in both layers; the inputs' gradient in the second alone.
+# Forward pass and weight gradients in both layers; input gradient only in the second.
 FLOPS = 2 * (2 * (WIDE * HIDDEN + HIDDEN * OUT) + HIDDEN * OUT)
 INPUT_FLOPS = 2 * WIDE * HIDDEN
 

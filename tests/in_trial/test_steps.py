@@ -58,7 +58,7 @@ def test_a_rare_step_far_beyond_the_others_is_an_accident() -> None:
 @pytest.mark.parametrize(
     ("values", "may_be"),
     [
-        ([10.0, 10.1, 9.9, 30.0], None),  # one of four is no rarity
+        ([10.0, 10.1, 9.9, 30.0], None),  # one of four is not rare
         ([10.0, 10.1, 9.9] * 2 + [10.0, 10.1, 30.0], None),  # nor one of nine
         ([10.0] * 7 + [30.0] + [10.0] * 7 + [30.0], None),  # each eighth waits for the loader
         ([10.0] * 9 + [30.0], [True] * 9 + [False]),

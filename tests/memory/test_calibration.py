@@ -55,22 +55,22 @@ STEP = simulated(1)["step"]
 @pytest.mark.parametrize(
     ("use", "expected"),
     [
-        # The phase that used most counts.
+        # The phase with the largest use counts.
         (
             MemoryUse({"forward": 400, "backward": 300 * MIB, "step": 200 * MIB}),
             Observation(1, 300 * MIB, 190 * MIB),
         ),
-        # A CPU shows what came on top of the imports, before the first step the script's own.
+        # On a CPU, memory beyond the imports counts; before the first step, it is the script's.
         (
             MemoryUse(host_rss_bytes={"init": 900, "forward": 700, "step": 650}, context_bytes=500),
             Observation(1, 200, 0, 500, is_exact=False),
         ),
-        # With a limit it shows what counted against that.
+        # With a limit, the memory that counts against the limit is known.
         (
             MemoryUse(host_rss_bytes={"init": 900}, data_bytes=STEP - 7),
             Observation(1, STEP - 7, -7),
         ),
-        # A resident set never lowers a prediction: pages that nobody touched are not in it.
+        # A resident set never lowers a prediction, as it lacks untouched pages.
         (MemoryUse(host_rss_bytes={"step": 50 * MIB}), Observation(1, 50 * MIB, 0, is_exact=False)),
         (
             MemoryUse(host_rss_bytes={"step": 200 * MIB}),

@@ -77,7 +77,7 @@ def test_sub_groups_of_many_sizes_are_rounded_one_by_one() -> None:
 def test_what_is_on_the_host_counts_whatever_is_elsewhere(
     optimizer: str, parameters: str, bytes_each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", "native")  # which rounds nothing up
+    monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", "native")  # does not round up
     config = offloaded(3, device=optimizer)
     config["zero_optimization"]["offload_param"] = {"device": parameters}
     assert needed(config) == pytest.approx(bytes_each * FACTS.num_params, rel=0.01)

@@ -79,7 +79,8 @@ def test_an_auto_bucket_has_the_size_that_a_trainer_gives_it() -> None:
 
 
 def test_a_bucket_on_processor_cores_counts_as_far_as_it_is_written() -> None:
-    """It counts whole under a limit on allocations, which includes all allocated memory."""
+    """Only with a limit on allocations does a bucket count whole, as its unwritten part does
+    too."""
     usual = config(2, reduce_bucket_size="auto")
     for more, counted in (
         ({"counts_context": True}, FACTS.trainable_params),
@@ -194,7 +195,7 @@ def test_out_of_memory_against_the_prediction_makes_it_careful_step_by_step() ->
         memory.learn(one, 2, failed)
     assert 0 < memory.largest(one) < 0.75 * largest
     assert memory.largest(two) < 0.97 * of_two, "more room everywhere"
-    # What was not expected to fit tells nothing new.
+    # A failure of a trial that was not expected to fit is no news.
     bound = memory.largest(one)
     memory.learn(one, 10 * largest, failed)
     assert memory.largest(one) == bound
@@ -283,7 +284,7 @@ def test_what_a_host_does_not_hold_is_not_tried() -> None:
         assert memory.fits(memory.shape(config(2), {}), 1), "what is on the device needs no host"
     on_disk = config(2, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"})
     assert memory.fits(memory.shape(on_disk, {}), 1)
-    # A simulation that sees more corrects the formula.
+    # A simulation that measures more corrects the formula.
     anchor = simulated(2, 1, 0)
     seen = replace(anchor.estimate, host_pageable=round(2 * needed), host_pinned=0)
     memory = model(Anchor(offloaded, 1, seen), host_limit_bytes=round(1.5 * needed))
@@ -337,7 +338,7 @@ def test_the_block_that_was_asked_for_bounds_all_strategies(message: str) -> Non
     memory.learn(shapes[1], 8, Outcome(OutcomeKind.OK, memory=MemoryUse(allocated_bytes=peaks)))
     memory.learn(shapes[1], 400_000, failed)
     for shape in shapes:
-        # Two blocks of 4 bytes for each pair have room up to 32,768.
+        # Two blocks of 4 bytes per pair fit up to 32,768.
         assert 25_000 < memory.largest(shape) < 33_500
 
 

@@ -70,7 +70,7 @@ def test_a_search_goes_on_without_what_is_in_use_and_what_fails(
 
     def fail(row: Any) -> None:
         seen.append(row)
-        if len(seen) == 1:  # a device that the next trials would have
+        if len(seen) == 1:  # a device that the next trials would use
             machine.break_device(1, _ECC)
 
     result = _tune(tmp_path / "run", 1, fail, max_trials=9)

@@ -21,7 +21,7 @@ from tests.null_cuda.test_engine import _CONFIG
 
 _GIB = 2**30
 _SHORT = "--start-profile-step 2 --end-profile-step 3 --max-profile-steps 2".split()
-_SHORT += ["--fix", "torch_compile"]  # kernels for devices that compute nothing cannot be compiled
+_SHORT += ["--fix", "torch_compile"]  # kernels cannot be compiled for the null CUDA
 
 
 @pytest.mark.nightly

@@ -1,4 +1,4 @@
-"""Models for simulations, from a script or a configuration."""
+"""Names and sequence lengths of models to simulate."""
 
 from __future__ import annotations
 

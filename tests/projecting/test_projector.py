@@ -102,7 +102,7 @@ def test_long_samples_are_no_packed_ones_that_need_a_mask(tmp_path: Path) -> Non
     with simulate(settings) as simulated:
         _, trace = simulated.simulator.traced_facts(simulated.config)
     attention = [k for k in trace.at(1) if (k.kind, k.phase) == (ATTENTION, FORWARD)]
-    # Two products of all pairs of tokens, half of which are before each other.
+    # Two products over all pairs of tokens, half of which are causal.
     assert [k.flops for k in attention] == pytest.approx([4 * length**2 * width / 2])
 
 

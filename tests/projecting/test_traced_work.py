@@ -32,7 +32,7 @@ from dsat.values.zero_strategy import Strategy
 
 A100 = cards.find("A100-80GB")
 PARAMS, TOKENS = 1e9, 2048
-USUAL = math.exp(PRIORS["compute"][0])  # times as long as by the roofline
+USUAL = math.exp(PRIORS["compute"][0])  # factor over the roofline's time
 STAGE_3 = Strategy(3)
 CLUSTER = Cluster.of(A100, 8)
 
@@ -188,7 +188,7 @@ def test_trials_correct_the_projection_and_narrow_it() -> None:
     for micro_batch in (1, 4, 16):
         work = work_of(scaled(step(), 1, sharded=True), MODEL, micro_batch, Cluster.of(A100, 1), 3)
         points.append(speed.points(work, STAGE_3, micro_batch, 1))
-        log_s.append(math.log(1.3 * speed.predict(points[-1]).seconds))  # 30 % slower than said
+        log_s.append(math.log(1.3 * speed.predict(points[-1]).seconds))  # 30 % slower
     fitted = speed.calibrated(
         hardware_of(A100), Points.join(points), np.array(log_s), np.full(3, 0.01)
     )

@@ -180,7 +180,7 @@ def test_options_that_another_version_of_deepspeed_has_are_compared(tmp_path: Pa
     told = user.tunes("--max-trials", 12, "--resume", method="asha")
     assert told.status == 2 and "Cannot resume" in told.err
     assert key in told.err and "false" in told.err and "true" in told.err
-    # A setting that came later is not searched in an earlier run, and does not end it.
+    # A setting that is newer than a run is not searched in it, and does not end it.
     path.write_text(text.replace(f'"{key}":true,', ""))
     told = user.tunes("--max-trials", 14, "--resume", method="asha")
     assert told.status == 0 and len(told.trials) > 11

@@ -47,7 +47,7 @@ IN_BF16 = replace(curve(noise=5e-4), precision="bf16")
         (curve(start=5.1), "fp32", Agreement.UNKNOWN),
         (curve(steps=2), "fp32", Agreement.UNKNOWN),
         (TrainingCurve((1, 2, 3), (None,) * 3), "fp32", Agreement.UNKNOWN),
-        # What the script chose itself rounds as coarsely as it does, whatever is configured.
+        # The precision that the script chose itself decides, not the configured one.
         (curve(noise=5e-4), "fp32", Agreement.DIFFERENT),
         (IN_BF16, "fp32", Agreement.SAME),
         (replace(IN_BF16, precision="fp32"), "bf16", Agreement.SAME),
@@ -68,7 +68,7 @@ def test_losses_agree_within_rounding(
     ("own", "other", "agreement"),
     [
         (tuple(replace(each, precision="bf16") for each in OWN), curve(noise=5e-4), Agreement.SAME),
-        # What two runs of ones own differ by is no difference.
+        # A difference as large as between two runs of the baseline does not count.
         (NOISY, curve(noise=2e-3, seed=3), Agreement.SAME),
         (OWN, curve(noise=2e-3, seed=3), Agreement.DIFFERENT),
         (NOISY, curve(slower=0.0), Agreement.DIFFERENT),

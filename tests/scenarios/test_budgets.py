@@ -276,7 +276,7 @@ def test_no_trial_takes_long_beside_ones_own(tmp_path: Path, method: str) -> Non
     assert step_s > 5
     known: set[int] = set()
     for row in of_kind(told, "search"):
-        # Of a stage that is slower than it should be, it takes a trial to know.
+        # A stage that is slower than predicted is known only after a trial.
         most_s = (20 / 3 if row["stage"] in known else 20) * step_s
         assert row["metrics"]["latency"] / 1000 <= most_s, row["name"]
         known.add(row["stage"])

@@ -143,7 +143,7 @@ def test_a_machine_that_slows_down_steadily_favours_neither(tmp_path: Path, drif
     _, told = tuned(tmp_path, *FIXED, "--finals", 8, drift=drift, run_sd=0.001, effects=effects)
     gain = told.json["finals"]["gain"]
     assert gain["low"] < 1.2 < gain["high"]
-    # Of an odd number of pairs one has no other that was slowed down the other way round.
+    # In an odd number of pairs, one lacks a pair with the opposite order to cancel its drift.
     assert gain["ratio"] == pytest.approx(1.2, rel=max(0.02, drift / 2))
     order = [row["stage"] for row in of_kind(told, "final")]
     assert order[:4] in ([0, 1, 1, 0], [1, 0, 0, 1])

@@ -15,7 +15,7 @@ from testing.world import Finding, World
 
 MICRO, GAS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 ALL, ZERO = "train_batch_size", "zero_optimization"
-# Of a cluster, Slurm or Ray, or of what other tests look at.
+# Options of clusters, Slurm or Ray, or with other tests.
 ELSEWHERE = {
     *("--search-runner-config", "--max-search-runner-restarts", "--detach"),
     *("--ray-address", "--nodes", "--gpus-per-node"),
@@ -73,7 +73,7 @@ CLIPS = {"gradient_clipping": 1.0}
         ({GAS: "auto"}, f"{HF} --gradient-accumulation-steps 3", (8, 3)),
         ({ALL: 32}, HF, (32, 1)),
         ({MICRO: "auto"}, "-- train.py --epochs 3", None),
-        # What only looks like a Trainer's arguments.
+        # Arguments that only look like a Trainer's.
         (CLIPS, "-- train.py --deepspeed --output_dir out", None),
         (CLIPS, "-- train.py --deepspeed_config ds.json --output_dir out", None),
     ],

@@ -171,7 +171,7 @@ def test_nothing_that_is_shown_has_a_secret(ran: tuple[User, Told], tmp_path: Pa
     assert leaked(told.out + told.err) == []
     assert [name for name in ("report.html", "summary.md") if leaked(user.reads(name))] == []
     assert leaked(export(ran, "csv", tmp_path).read_text()) == []
-    # What is to be trained with is for use, and for its owner alone.
+    # The configuration for training contains them, and only its owner can read it.
     assert leaked(user.reads("best_ds_config.json")) == ["address", "configuration"]
 
 

@@ -23,7 +23,7 @@ from dsat.values.zero_strategy import plain
 from testing.helpers import failed, ran
 from testing.search_contract import Driven, Proposed, play, proposals_of, space_of
 
-# The model search takes milliseconds a decision, and these tests ask for hundreds.
+# The model-based search takes milliseconds per decision, and these tests need hundreds.
 MODEL_IS_SLOW = [
     pytest.param(method, marks=pytest.mark.slow) if method == "model" else method
     for method in SEARCHES

@@ -84,7 +84,7 @@ def test_after_a_failure_it_goes_smaller_or_elsewhere(kind: str) -> None:
     assert second.settings != first.settings if kind == "ERROR" else is_smaller
 
 
-# What each value makes of a step, by the script's switch, beside those that do little.
+# By switch: the factor of the step time of each value; other switches have little effect.
 Switches = dict[str, dict[Any, float]]
 OPTIMIZERS: Switches = {"optim": {"adamw_torch_fused": 1.0, "adamw_torch": 1.02}}
 FASTER: Switches = {
@@ -92,7 +92,7 @@ FASTER: Switches = {
     "dataloader_num_workers": {0: 1.0, 2: 0.8, 4: 0.7},
     "torch_compile": {False: 1.0, True: 0.9},
 }
-TWICE: Switches = {  # a value behind one that is already much faster than the user's own
+TWICE: Switches = {  # a fast value after one that is already much faster than the user's own
     "attn_implementation": {"eager": 1.0, "sdpa": 0.8, "flash_attention_2": 0.75},
     "dataloader_num_workers": {0: 1.0, 2: 0.98, 4: 0.97},
     "torch_compile": {False: 1.0, True: 1.1},
@@ -103,12 +103,12 @@ SLOWER_FIRST: Switches = {
     "torch_compile": {False: 1.0, True: 0.9},
 }
 
-AFTER_SLOWER: Switches = {  # the only gain is behind a value that is slower
+AFTER_SLOWER: Switches = {  # the only gain comes after a slower value
     "attn_implementation": {"sdpa": 1.0, "eager": 1.3, "flash_attention_2": 1.16},
     "dataloader_num_workers": {0: 1.0, 2: 1.18, 4: 0.79},
     "torch_compile": {False: 1.0, True: 1.03},
 }
-LAST: Switches = {  # the largest gain is that of the last value
+LAST: Switches = {  # the last value has the largest gain
     "attn_implementation": {"sdpa": 1.0, "eager": 0.95, "flash_attention_2": 0.7},
     "dataloader_num_workers": {0: 1.0, 2: 0.98, 4: 1.0},
     "torch_compile": {False: 1.0, True: 1.02},
@@ -311,7 +311,7 @@ def test_it_ends_only_after_every_strategy_was_measured() -> None:
 
 def test_it_does_not_end_before_anything_ran() -> None:
     search = model_of(space_of(8), ceiling=15, stop_when=0.9)
-    for outcome in (*[failed("OOM")] * 6, ran(0.0), ran(-1.0)):  # values that are no rates
+    for outcome in (*[failed("OOM")] * 6, ran(0.0), ran(-1.0)):  # values that are not rates
         assert search.stop_reason is None
         proposal = search.propose()
         assert proposal is not None

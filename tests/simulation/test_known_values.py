@@ -61,7 +61,7 @@ def test_what_comes_of_activations_is_not_known(tokens: torch.Tensor) -> None:
     with pytest.raises(DynamicOutputShapeException):
         activations[activations > 0]
     row = tokens[1]
-    row.copy_(activations[1])  # of the whole as well
+    row.copy_(activations[1])  # a copy changes the whole tensor, too
     with pytest.raises(DynamicOutputShapeException):
         torch.nonzero(tokens)
     assert (tokens.sum().item(), activations.sum().item()) == (0, 1.0)  # of the right type

@@ -18,7 +18,7 @@ from dsat.simulation.versions import device_types, transformers_models
 ROOT = Path(__file__).parents[2]
 NEWER = "_setup_privateuseone_for_python_backend"  # since torch 2.10
 
-# A process of its own: what torch is told of its devices and operators stays.
+# Runs in a child process, as devices and operators stay registered in torch.
 OF_OLDER_TORCH = """
     import sys
     import torch

@@ -79,7 +79,7 @@ def test_batch_sizes_that_go_with_a_micro_batch(
         (None, 10**8, 10**8, 8),
         (None, 99 * 10**6, 5 * 10**7, 8),
         (None, 10**5, 10**6, 8),
-        # One that holds the whole model is enough.
+        # One bucket size that holds the whole model is enough.
         (10**6, None, 10**6, 1),
         (10**6 + 1, None, 5 * 10**6, 2),
         (124 * 10**6, None, 5 * 10**8, 6),
@@ -271,7 +271,7 @@ def test_every_value_of_every_setting_reaches_deepspeeds_own_configuration() -> 
         "tensor_parallel": "tensor_parallel_config",
     }
     base = {"bf16": {"enabled": True}}
-    # The engine alone reads one of them, and another one changes a third.
+    # Exceptions: only the engine reads one setting, and another setting changes a third one.
     declared = [setting for setting in SETTINGS if setting.key not in (SEQUENCE_SIZE, SEQUENTIAL)]
     for stage in range(4):
         own = [setting for setting in declared if stage in setting.stages]

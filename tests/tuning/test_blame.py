@@ -24,7 +24,7 @@ INSIDE_DSAT = "an error inside dsat, not of your script: KeyError"
             "z2_offload micro batch 1",
         ),
         ((Failure("ERROR", {}, INSIDE_DSAT, "Traceback"),), "a bug of dsat"),
-        # A lost host, say: the script said nothing.
+        # For example a lost host: the script reported nothing.
         ((Failure("ERROR", {}, "node-3 is lost: its supervisor has ended"),), "node-3 lost"),
     ],
 )

@@ -99,7 +99,7 @@ def test_ranks_that_are_asked_for_may_share_a_quota_of_processor_time(
     [
         ([A100, T4, A100], "0,2"),
         ([A100, ("A100", 40 * 2**30)], "0"),
-        ([A100, ("A100", 79 * 2**30)], ""),  # firmware keeps a part
+        ([A100, ("A100", 79 * 2**30)], ""),  # the firmware reserves a part
     ],
 )
 def test_devices_of_several_kinds_are_refused(
