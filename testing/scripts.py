@@ -161,8 +161,7 @@ class Scripts:
 
 @contextlib.contextmanager
 def scripts_in(folder: Path, **options: Any) -> Iterator[Scripts]:
-    """Make a folder for scripts; a warm host forks the supervisors, so a trial takes about a
-    second."""
+    """Make a folder for scripts, whose trials take about a second (`testing.warm_host`)."""
     scripts = Scripts(folder, **{"imported": True, **options})
     try:
         yield scripts

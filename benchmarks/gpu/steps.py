@@ -171,7 +171,7 @@ def cost_of_measuring(step: Step) -> None:
 def published(step: Step) -> None:
     """Compare the peak of Llama-3.1-8B, offloaded to the host, with a published one (target: 5 %).
 
-    With SGD: moments would be in host memory, and most hosts have too little.
+    The optimizer is SGD, as most hosts have too little memory for Adam's moments.
     """
     host = {"device": "cpu", "pin_memory": False}
     config = {

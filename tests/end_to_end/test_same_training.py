@@ -103,7 +103,7 @@ def test_muon_whose_gradients_were_scattered(
 ) -> None:
     """DeepSpeed's Muon on a matrix that two ranks share, with the fault of issue #7807.
 
-    0.19.8 has no such fault: the program undoes the correction in `average_tensor`.
+    DeepSpeed 0.19.8 corrects it in `average_tensor`; the program undoes this.
     """
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 

@@ -45,7 +45,7 @@ class Script:
         return RunnerWatch(self, runner_id=1, experiment_id=2, trial_id=7)
 
     def stay(self) -> float:
-        """Return the seconds that a trial stays."""
+        """Return the seconds for which a trial waits to be closed."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(runner_watch, "time", self)
             self.watch().stay_until_closed()
