@@ -121,8 +121,7 @@ def test_an_offloading_trial_runs_alone(hosts: ScriptedHosts, engine_of: Make) -
 
 
 def fails_by_device(engine: LocalEngine, hosts: ScriptedHosts, number: int) -> Any:
-    """Let the last launch of a trial end with an error of its device; return what `poll`
-    reports."""
+    """Have the last start of a trial end with an error of its device; return what is told."""
     folder = Path(hosts.given[number][-1].folder)
     said = {"kind": "ERROR", "message": "RuntimeError: CUDA error: launch failure"}
     (folder / "rank0.json").write_text(json.dumps({**ran().to_json(), **said, "metrics": None}))
