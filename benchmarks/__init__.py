@@ -1,1 +1,1 @@
-"""Benchmarks of dsat against what else there is; `make bench` runs them all."""
+"""Benchmarks of dsat, alone and against other tuners; `make bench` runs them all."""

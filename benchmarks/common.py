@@ -1,4 +1,4 @@
-"""What benchmarks share: options, tables, bars, commands, and trials of real processes."""
+"""Common parts of benchmarks: options, tables, targets ("bars"), commands, and real trials."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PACKAGES = ("torch", "deepspeed", "transformers", "torchvision")
 
 @dataclass(frozen=True)
 class Bar:
-    """A demand, what was measured, and whether that is enough."""
+    """A requirement, the measured value, and whether the value meets it."""
 
     text: str
     measured: str
@@ -42,43 +42,44 @@ class Bar:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser of options that shows the text of a module as it is written."""
+    """Return an argument parser that describes the program with an unwrapped module docstring."""
     return argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
 
 
 def choose(names: Sequence[str], known: Sequence[str], options: argparse.ArgumentParser) -> None:
-    """Refuse names that are not known."""
+    """Exit with an error if a name is unknown."""
     if unknown := set(names) - set(known):
         options.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
 
 
 def print_explanation(doc: str | None) -> None:
-    """Print what follows the title and the usage in the text of a module."""
+    """Print a module docstring without its title and usage, its first two paragraphs."""
     print((doc or "").split("\n\n", 2)[2].strip(), end="\n\n")
 
 
 def print_head(*headings: str, numbers: Sequence[str] = ()) -> None:
-    """Print the first two lines of a table; the columns of `numbers` are aligned to the right."""
+    """Print the first two lines of a table; the columns in `numbers` are right-aligned."""
     rules = ["---:" if heading in numbers else "---" for heading in headings]
     print(f"| {' | '.join(headings)} |\n|{'|'.join(rules)}|")
 
 
 def print_row(*cells: object) -> None:
-    """Print a row of a table at once, since the next one may take minutes."""
+    """Print a row of a table, flushed at once because the next row may take minutes."""
     print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
 def print_bars(bars: Sequence[Bar]) -> None:
-    """Print a table of bars."""
+    """Print a table of bars: each target, the measured value, and whether it is met."""
     print(f"\n{BARS_HEAD}")
     for bar in bars:
         print_row(bar.text, bar.measured, "met" if bar.met else "**missed**")
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return variables with this dsat and with the launchers of this interpreter's environment."""
+    """Return variables with which a child process finds this dsat and this environment's
+    programs."""
     path = os.pathsep.join([str(BIN), os.environ.get("PATH", os.defpath)])
     python = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PATH": path, "PYTHONPATH": python, **more}
@@ -94,7 +95,7 @@ def run(
     """Run a command.
 
     Returns:
-        Its exit status (-1 if it took too long), what it said, and the seconds that it took.
+        Its exit status (-1 at a time-out), its output, and its duration in seconds.
     """
     began_s = time.perf_counter()
     try:
@@ -114,7 +115,7 @@ def run(
 
 
 def run_well(command: Sequence[str | Path], folder: Path, env: Mapping[str, str]) -> float:
-    """Run a command that must succeed, and return the seconds that it took.
+    """Run a command that must succeed; return its duration in seconds.
 
     Raises:
         SystemExit: it failed.
@@ -136,15 +137,15 @@ def engine_of(
     slots: int = 1,
     cold: bool = False,
 ) -> LocalEngine:
-    """Return an engine whose trials run a command.
+    """Make an engine whose trials run a command.
 
     Args:
-        command: names its DeepSpeed configuration `ds_config.json`.
+        command: must name `ds_config.json` as its DeepSpeed configuration.
         config: the content of that file.
-        folder: for the file and for what trials leave; made if it is missing.
+        folder: for the file and the trials' files; created if it is missing.
         options: how trials are measured.
-        slots: of each trial.
-        cold: trials run in fresh processes.
+        slots: slots of each trial.
+        cold: run trials in fresh processes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "ds_config.json").write_text(json.dumps(config))
@@ -155,7 +156,7 @@ def engine_of(
 
 
 def run_trial(engine: LocalEngine, trial: Trial) -> Outcome:
-    """Launch a trial on an engine without any other, and wait until it ends."""
+    """Launch a trial, wait for its end and return its outcome; no other trial may run."""
     engine.launch(trial)
     ended: list[tuple[int, Outcome]] = []
     while not ended:
@@ -165,7 +166,7 @@ def run_trial(engine: LocalEngine, trial: Trial) -> Outcome:
 
 
 def about_machine(machine: Machine) -> dict[str, str]:
-    """Return where, when and with what something is measured."""
+    """Return facts of a measurement for people: machine, date, and versions."""
     return {
         "machine": machine.describe(),
         "host": f"{psutil.cpu_count()} cores, {psutil.virtual_memory().total / GIB:.0f} GiB",

@@ -1,10 +1,10 @@
-"""Whether the intervals of measured step times hold.
+"""Whether the confidence intervals of measured step times contain the true mean.
 
     python3 -m benchmarks.coverage [--runs 1000]
 
-Steps are drawn from processes whose mean is known, and measured until the meter's rule stops (at
-most 20 steps). Told are how often the 95 % interval holds the mean and how many steps that takes
-in the median.
+Steps are drawn from random processes with a known mean, and measured until the meter's rule stops
+(after at most 20 steps). The table shows how often the 95 % interval contains the mean, and the
+median number of steps.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Noise:
 
     Attributes:
         spread: standard deviation of a step, as a fraction of the mean.
-        correlation: of each step with the one before (AR(1)).
-        heavy: with the tails of Student's t with three degrees of freedom.
-        accidents: share of steps that take half as long again; they are not in the mean.
-        slow: share of steps that take 12 % longer; they are in the mean.
+        correlation: correlation of each step with the one before (AR(1)).
+        heavy: the noise has the tails of Student's t with three degrees of freedom.
+        accidents: share of steps that take half as long again; the mean excludes this extra time.
+        slow: share of steps that take 12 % longer; the mean includes them.
     """
 
     name: str
@@ -72,7 +72,8 @@ NOISES = (
 
 
 def measure(steps: Iterator[float]) -> tuple[float, float, int]:
-    """Measure until the interval is narrow: the mean, its half-width and the number of steps."""
+    """Measure until the interval is narrow; return mean, relative half-width and number of
+    steps."""
     values: list[float] = []
     wanted = FIRST_STEPS
     while True:
@@ -84,7 +85,7 @@ def measure(steps: Iterator[float]) -> tuple[float, float, int]:
 
 
 def coverage(noise: Noise, runs: int) -> tuple[float, float]:
-    """Return how often the interval holds the mean, and the median number of steps."""
+    """Return how often the interval contains the mean, and the median number of steps."""
     rng = np.random.default_rng(0)
     held, counts = 0, []
     for _ in range(runs):

@@ -1,22 +1,22 @@
-"""Predicted against allocated memory, of the examples and of two ranks: prints a table.
+"""Predicted against allocated memory, for the examples and for several ranks: prints a table.
 
     python -m benchmarks.device_memory [NAME ...] [--null]
 
-Bars: off by at most 1 % in the median and 3 % at worst, and no trial out of memory.
+Targets: errors of at most 1 % in the median and 3 % at worst, and no trial out of memory.
 
-Each script is estimated by `dsat estimate` and then searched by `random` with a limit of 2 GiB a
-slot. With --null devices keep books of their memory and compute nothing (`testing/null_cuda`):
-torch's allocator and DeepSpeed are real, what kernels take for themselves is left out. Told are
-errors relative to what the allocator held at its peak:
+Each script is estimated by `dsat estimate`, then searched by `random` with a limit of 2 GiB per
+slot. With --null, devices count their memory but compute nothing (`testing/null_cuda`): torch's
+allocator and DeepSpeed are real, but the memory that kernels need is missing. The table shows
+errors relative to the peak of allocated memory:
 
-- predicted: by the search, which has learned from the trials before, the profile at least; the bars
-  are for this.
-- simulated: by the simulations alone.
-- reserved at most: by the allocator, beyond what was allocated.
+- predicted: errors of the search, which learns from earlier trials, at least from the profile. The
+  targets apply to these.
+- simulated: errors of the simulations alone.
+- reserved at most: memory that the allocator reserves in addition.
 
-Searches of so few trials stay in stage 0, but for those of few samples: these begin far below the
-micro batch that was simulated, where the closed form tells the difference. The exit status is 1 if
-a command failed.
+Searches of so few trials stay in stage 0, except those with few samples. These begin far below the
+simulated micro batch, so the closed form predicts the difference. The exit status is 1 if a command
+failed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from testing.null_cuda import Device, NullCuda, build
 
 _EXAMPLES = ROOT / "examples"
 _LIMIT_S = 900.0
-# By how much predictions may be off, relative to what was allocated.
+# Largest allowed errors of predictions, relative to allocated memory.
 MEDIAN, WORST = 0.01, 0.03
 _SEARCH = (
     "--max-trials 7 --finals 0 --slot-memory 2GiB --zero-stages 0 1 2 3 --random-seed 1 "
@@ -47,13 +47,13 @@ _SEARCH = (
 
 @dataclass(frozen=True)
 class Script:
-    """What is searched.
+    """A script to search.
 
     Attributes:
-        folder: of the example.
-        words: its command line, or the experiment's configuration.
+        folder: folder of the example.
+        words: its command line, or only the experiment's configuration file.
         slots: ranks of a trial.
-        options: of its search; `random` stays in stage 0 for so few trials, unless it is left out.
+        options: further options of the search.
     """
 
     folder: str
@@ -62,7 +62,7 @@ class Script:
     options: tuple[str, ...] = ()
 
     def command(self, *method: str) -> list[str]:
-        """Return `dsat METHOD` for it."""
+        """Return the command `dsat METHOD` for this script."""
         is_command = len(self.words) > 1
         target = ["--", *self.words] if is_command else [*self.words, "."]
         first, *options = method
@@ -71,7 +71,7 @@ class Script:
 
 
 def _few_samples(stage: int) -> tuple[str, ...]:
-    """Return options of a search that begins far below the micro batch that is simulated."""
+    """Return options of a search that begins far below the simulated micro batch."""
     return "--zero-stages", str(stage), "--max-trials", "4"
 
 
@@ -96,12 +96,12 @@ SCRIPTS: Mapping[str, Script] = {
 
 @dataclass(frozen=True)
 class Errors:
-    """Of predictions of a trial's memory, relative to what it allocated.
+    """Errors of memory predictions for a trial, relative to the memory that it allocated.
 
     Attributes:
-        predicted: by the search.
-        simulated: by the simulations alone.
-        reserved: by the allocator, beyond what was allocated.
+        predicted: error of the search's prediction.
+        simulated: error of the simulations alone.
+        reserved: memory that the allocator reserved in addition.
     """
 
     predicted: float
@@ -110,7 +110,7 @@ class Errors:
 
 
 def of_run(run: Run) -> dict[int, Errors]:
-    """Return the errors of the trials that ran and of which something was predicted, by id."""
+    """Return the errors by trial id, for trials that ran and have a prediction."""
     assert run.memory_basis is not None and run.profile is not None
     model = MemoryModel(
         run.memory_basis,
@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _compare(name: str, folder: Path, *, null: bool) -> bool:
-    """Print the row of a script, and tell whether both commands ended well."""
+    """Print the row of a script; return whether both commands succeeded."""
     script, env, run_dir = SCRIPTS[name], {"XDG_CACHE_HOME": str(folder)}, folder / "run"
     if null:
         libraries = build(ROOT / ".cache" / "null_cuda")

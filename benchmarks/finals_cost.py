@@ -1,11 +1,11 @@
-"""What the finals of a search cost, on recorded tables.
+"""Cost of the finals of a search, on recorded tables.
 
     python3 -m benchmarks.finals_cost [--seeds 5]
 
-Every search runs as a user runs it, its finals included, and its trials take the time that they
-took when they were recorded. A run of a trial differs from another by some noise, since otherwise
-finals would be over at once. Told is the time of the finals as a part of the search's, in the
-median of the seeds, and how many trials they took.
+Every search runs as for a user, including its finals, and a trial takes the time that was recorded.
+Repeated runs of a trial differ by some noise, as finals without noise would be over at once. The
+table shows the time of the finals as a part of the search's time, and their number of trials, as
+medians over the seeds.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from benchmarks.tables import Table
 from dsat.run.trial_factory import count_finals
 
 METHODS = ("model", "asha", "binary", "random")
-NOISE = 0.05  # of one run, about what the passes of the tables are apart by
+NOISE = 0.05  # of one run, about the difference between passes of the tables
 MOST_COST = 0.30
 
 
 def finals_of(table: Table, method: str, seed: int) -> tuple[float, int]:
-    """Return the finals' time as a part of the search's, and their number of trials."""
+    """Return the time of the finals as a part of the search's time, and their number of trials."""
     plan = replace(searching.plan_of(table, method, seed=seed), finals=None)
     run = searching.search_ledger(Ledger(table, plan.max_trials, noise=seed, sd=NOISE), plan)
     search_s, finals_s = searching.seconds(run)

@@ -1,9 +1,9 @@
-"""The closed form of memory against DeepSpeed's simulated engine: a table.
+"""The closed form of memory against DeepSpeed's simulated engine: prints a table.
 
     python3 -m benchmarks.formula [--models NAME ...] [--slots N ...] [--gas N ...]
 
-Each row is the peak of a rank of one configuration with one sample. Models have the shapes of
-Llama, in bf16 with Adam in fp32. The bars are an error of 3 % in the median, and of 10 % at worst.
+Each row is the peak of one rank with one sample, for one configuration. Models have the shapes of
+Llama, in bf16 with Adam in fp32. The targets are errors of 3 % in the median and 10 % at worst.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MODELS: Mapping[str, Sequence[int]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration, and its peak in bytes by the simulation and by the formula."""
+    """A configuration, with its peak in bytes from the simulation and from the closed form."""
 
     name: str
     strategy: str
@@ -79,7 +79,7 @@ def main() -> None:
 def rows(
     name: str, checkpointing: str, slots: Sequence[int], gas: Sequence[int], *, lora: bool = False
 ) -> Iterator[Row]:
-    """Yield the rows of a model; configurations that cannot be simulated are left out."""
+    """Yield the rows of a model, without configurations that cannot be simulated."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(_config(name)), encoding="utf-8")
         settings = EstimateSettings(
@@ -104,7 +104,7 @@ def rows(
 
 
 def bars(found: Sequence[Row]) -> list[Bar]:
-    """Return whether the errors are within their bars."""
+    """Return the targets for the errors, and whether they are met."""
     errors = [abs(row.error) for row in found]
     median, worst = statistics.median(errors), max(errors)
     return [

@@ -1,12 +1,12 @@
-"""Predicted memory and speed of well-known models on usual machines: a page, a CSV, a JSON file.
+"""Predicted memory and speed of well-known models on common machines: a page, a CSV, a JSON file.
 
     python3 -m benchmarks.gallery [--models NAME ...]
 
-`make gallery` writes them into docs/gallery/ and docs/gallery.md. Models are simulated from the
-configurations in benchmarks/models/ once each, at 4,096 tokens with activations recomputed; the
-memory of every row follows from that by the closed form. One step of each strategy that a machine
-needs first is traced for its speed. Nothing was measured. Rows of models that are not named stay as
-they are.
+`make gallery` writes them into docs/gallery/ and docs/gallery.md. Each model is simulated once,
+from its configuration in benchmarks/models/, at 4,096 tokens with recomputed activations. The
+memory of every row follows from this by the closed form. For the speed, one step is traced of each
+strategy that is the first to fit a machine. Nothing was measured. With --models, rows of other
+models stay unchanged.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ CONFIGS = Path(__file__).parent / "models"
 PAGE, FOLDER = ROOT / "docs" / "gallery.md", ROOT / "docs" / "gallery"
 TEMPLATE = Path(__file__).with_name("gallery_page.md")
 SEQUENCE = 4096
-SLOTS = 8  # that are simulated
+SLOTS = 8  # simulated data-parallel ranks
 PREDICTED = "predicted"
 _EVERY_LAYER = "r=16,target=q_proj+k_proj+v_proj+o_proj+gate_proj+up_proj+down_proj"
 
@@ -53,8 +53,8 @@ class Model:
 
     Attributes:
         source: repository on the Hugging Face hub whose config.json has these values.
-        params: parameters of the weights that are published there.
-        lora: adapters, the only trained parameters; empty for full fine-tuning.
+        params: number of parameters in the weights published there.
+        lora: adapters, which are then the only trained parameters; empty for full fine-tuning.
     """
 
     file: str
@@ -79,7 +79,7 @@ MODELS = {
         "llama-3.1-70b", "meta-llama/Llama-3.1-70B", 70_553_706_496, lora=_EVERY_LAYER
     ),
 }
-# Name -> cards, memory of each in GiB, and their name in the table of cards (a host has 8).
+# Name -> number of GPUs, GiB of each, and their name in the table of cards (8 GPUs per host).
 MACHINES = {
     "1 x 24 GB (RTX 4090)": (1, 24, "RTX-4090"),
     "8 x A100-40": (8, 40, "A100-40GB"),
@@ -96,14 +96,14 @@ class Row:
     Attributes:
         status: `predicted`.
         tier: how memory was predicted.
-        card_gib, host_gib: memory that a card must have for a micro batch of one sample, and host
-            memory for each card.
+        card_gib, host_gib: GPU memory that a micro batch of one sample needs, and host memory per
+            GPU.
         largest_micro_batch: 0 if not even one sample fits.
-        longest_sequence: tokens of one sample that fits, if activations grow in proportion to them.
-        tokens_per_second, low, high: over all cards at the largest micro batch, and its 90 %
-            interval; None of a strategy that is not the machine's first.
-        source: of the model's configuration.
-        command: prints the row's memory and largest micro batch again.
+        longest_sequence: tokens of one sample that fits, if activations are proportional to them.
+        tokens_per_second, low, high: speed over all GPUs at the largest micro batch, and its 90 %
+            interval; None unless the strategy is the machine's first.
+        source: source of the model's configuration.
+        command: a command that prints the row's memory and largest micro batch.
     """
 
     model: str
@@ -144,7 +144,7 @@ def main() -> None:
 
 
 def known() -> list[Row]:
-    """Return the rows of the table as it is."""
+    """Return the rows of the existing table."""
     path = FOLDER / "gallery.json"
     return [Row(**each) for each in json.loads(path.read_text())] if path.exists() else []
 
@@ -157,7 +157,7 @@ def predicted(name: str, model: Model) -> Iterator[Row]:
     """Yield the rows of a model, which is simulated once.
 
     Raises:
-        RuntimeError: its configuration makes another number of parameters than are published.
+        RuntimeError: its configuration gives another number of parameters than was published.
     """
     path = CONFIGS / f"{model.file}.json"
     traced = _traced(path, model)
@@ -207,18 +207,18 @@ def _traced(path: Path, model: Model) -> Traced:
 
 
 def _first(fits: Mapping[Strategy, _Fit]) -> Strategy | None:
-    """Return the first strategy that fits, one without offloading if there is one."""
+    """Return the first strategy that fits, preferably one without offloading."""
     return next((s for s in sorted(fits, key=_offloads) if fits[s].most >= 1), None)
 
 
 def _offloads(one: Row | Strategy) -> bool:
-    """Return whether something is kept on the host, which costs speed."""
+    """Return whether a strategy offloads, which costs speed."""
     return " on cpu" in (one.strategy if isinstance(one, Row) else one.label)
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """Memory of a strategy on a machine; `most`: the largest micro batch."""
+    """Memory in bytes of a strategy on a machine; `most` is the largest micro batch."""
 
     card_bytes: int
     host_bytes: int
@@ -244,7 +244,7 @@ def _memory(
 def _speed(
     traced: Traced, card: Card, strategy: Strategy, cards: int, micro_batch: int
 ) -> dict[str, float]:
-    """Return tokens/s over all cards, without accumulation, with the ends of its interval."""
+    """Return tokens/s over all GPUs without accumulation, with the ends of the interval."""
     base = {**ds_config.drop_batch_sizes(traced.base), ds_config.BATCH_KEYS[0]: cards * micro_batch}
     projector = Projector(replace(traced, base=base), card, None)
     row = projector.row(strategy, cards, micro_batch)

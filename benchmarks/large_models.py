@@ -1,9 +1,10 @@
-"""What `dsat estimate` costs for models that this machine could not hold: prints a table.
+"""Cost of `dsat estimate` for models that this machine could not hold: prints a table.
 
     python3 -m benchmarks.large_models
 
-Each with an empty cache, for 1, 8 and 64 slots, from a transformers configuration alone. Memory is
-of all processes together, shared pages counted once; processor time is less noisy than the clock.
+Each estimate starts with an empty cache, from a transformers configuration alone, for 1, 8 and 64
+slots. Memory is that of all processes together, with shared pages counted once. CPU time is less
+noisy than wall time.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main() -> None:
 
 
 def _measured(path: Path, more: tuple[str, ...]) -> list[str]:
-    """Return seconds, processor seconds and the peak of memory of an estimate."""
+    """Run an estimate; return its seconds, its CPU seconds and its peak of memory in GiB."""
     words = [sys.executable, "-m", "dsat", "estimate", "--model", str(path), *_OPTIONS, *more]
     before, began, peak = os.times(), time.perf_counter(), 0
     with tempfile.TemporaryDirectory() as cache:
@@ -58,7 +59,7 @@ def _measured(path: Path, more: tuple[str, ...]) -> list[str]:
 
 
 def _size(pid: int) -> int:
-    """Return the memory of a process and of all that it started, shared pages counted once."""
+    """Return the memory in bytes of a process and its descendants; shared pages count once."""
     total = 0
     try:
         processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]

@@ -1,4 +1,4 @@
-"""What a tuner that is compared spends: every trial it has run, answered from a table."""
+"""The record of all trials that a compared tuner runs; a table answers each trial."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from dsat.values.outcome import Outcome
 
 OBJECTIVE = Objective("throughput")
 STAGES = (0, 1, 2, 3)
-Workload = Table | Cluster  # what a tuner is tried on
+Workload = Table | Cluster  # a source of outcomes for tuners
 
 
 class BudgetSpent(Exception):
-    """More trials than a tuner may run."""
+    """The tuner has run all trials of its budget."""
 
 
 class Ledger:
-    """Answer trials from a workload and keep account of them.
+    """Answers trials from a workload, and records them.
 
-    Profile trials count like any other, for whoever runs one.
+    Profile trials count like all others, if a tuner runs one.
 
     Args:
-        noise: seed of the noise of measurements; None: they are exact.
-        sd: standard deviation of a measured time; None: as the workload has it.
+        noise: seed of the measurement noise; None: measurements are exact.
+        sd: relative standard deviation of a measured time; None: the workload's own.
 
     Attributes:
-        table: what the answers are from.
-        outcomes: of all trials, in their order, without noise; a profile trial has a profile.
-        told: the same as they were measured.
-        finals: outcomes of runs after the search that decide between what it found.
-        recommended: configuration that is recommended in the end; None: what measured best.
+        table: the workload that answers.
+        outcomes: true outcomes of all trials in order; that of a profile trial has a profile.
+        told: the outcomes as measured, with noise.
+        finals: outcomes of the trials after the search that decide between its candidates.
+        recommended: the final recommendation; None: the configuration that measured best.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class Ledger:
         self._rng = None if noise is None else random.Random(noise)
 
     def profile(self) -> Outcome:
-        """Run the model profile."""
+        """Run the profile trial."""
         return self._enter(self.table.profile_outcome)
 
     def run(self, config: Mapping[str, Any]) -> Outcome:
-        """Run a trial of a whole DeepSpeed configuration.
+        """Run a trial of a complete DeepSpeed configuration.
 
         Raises:
-            BudgetSpent: it would be one too many.
+            BudgetSpent: the budget allows no further trial.
         """
         return self._enter(self.table.answer(config))
 

@@ -1,10 +1,10 @@
-"""Made-up clusters of benchmarks: a model in a made-up world, answering as a recorded table does.
+"""Made-up clusters for benchmarks: they answer trials as a recorded table does.
 
-`all_clusters` were looked at while the search was made. `held_out` were written down afterwards and
-before anything had run on them: other GPUs, links, models and batch rules, the world as it was.
-Their models are BERT-large (Devlin et al. (2018)) with its batch of 256, GPT-NeoX-20B (Black et al.
-(2022)), Pythia-2.8B (Biderman et al. (2023)), Llama-2-7B (Touvron et al. (2023)), and a GPT of 24
-layers in which two of eight experts see each token, as in Mixtral (Jiang et al. (2024)).
+The search was developed with `all_clusters` in view. `held_out` were written later, before anything
+had run on them: other GPUs, links, models and batch rules in the same world. Their models are
+BERT-large (Devlin et al. (2018)) with its batch of 256, GPT-NeoX-20B (Black et al. (2022)),
+Pythia-2.8B (Biderman et al. (2023)), Llama-2-7B (Touvron et al. (2023)), and a GPT of 24 layers in
+which two of eight experts see each token, as in Mixtral (Jiang et al. (2024)).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Cluster:
 
     Args:
         own: the user's own micro batch.
-        batch: the global batch that the user asks for, if any.
+        batch: the global batch that the user's configuration fixes, if any.
     """
 
     cap = None
@@ -77,7 +77,7 @@ class Cluster:
 
     @functools.cached_property
     def largest_micro_batch(self) -> int:
-        """The largest that fits with any settings."""
+        """The largest micro batch that fits with any settings."""
         return max(self.world.largest_micro_batch(zero) for zero in self._settings())
 
     @property
@@ -89,18 +89,20 @@ class Cluster:
         )
 
     def config(self, settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]:
-        """Return the DeepSpeed configuration of settings and batch sizes."""
+        """Return the DeepSpeed configuration with these settings and batch sizes."""
         return ds_config.prepare_for_training(self.header.ds_config, overrides_for(settings, batch))
 
     def run_sd(self, outcome: Outcome) -> float:
-        """Return the standard deviation of a measured time, as a fraction of it."""
+        """Return the relative standard deviation of a measured time."""
         return math.hypot(self.world.run_sd, self.world.step_sd / math.sqrt(STEPS))
 
     def best(self, objective: Objective) -> float:
-        """Return the best throughput of all settings and micro batches at the batch asked for.
+        """Return the best throughput of all settings and micro batches, at the fixed global batch.
+
+        Without a fixed global batch, the batch is free and there is no accumulation.
 
         Raises:
-            ValueError: the objective is another one.
+            ValueError: the objective is not throughput.
         """
         if objective.metric != "throughput":
             raise ValueError(objective.metric)
@@ -118,7 +120,7 @@ class Cluster:
         )
 
     def _settings(self) -> Iterator[dict[str, Any]]:
-        """Yield all settings that differ in anything, with DeepSpeed's defaults for the rest."""
+        """Yield all combinations of settings, completed with DeepSpeed's defaults."""
         for stage in range(4):
             names = [name for name in _CHOICES if name in with_defaults({"stage": stage})]
             for values in itertools.product(*(_CHOICES[name] for name in names)):
@@ -126,7 +128,7 @@ class Cluster:
 
 
 def all_clusters() -> list[Cluster]:
-    """Return GPT of 1.3 and 6.7 billion parameters, and a vision transformer of 257 tokens."""
+    """Return clusters for GPTs of 1.3 and 6.7 billion parameters, and for a vision transformer."""
     large = Gpu(80 * GIB, 2039e9)
     return [
         Cluster("made-up-8-gpt-1b", Model(24, 2048, 1024, 50304), A100, slots=8),
@@ -136,7 +138,7 @@ def all_clusters() -> list[Cluster]:
 
 
 def held_out() -> list[Cluster]:
-    """Return what nothing was tuned on: other GPUs and links, a fixed batch, experts, stage 3."""
+    """Return clusters on which nothing was tuned: other GPUs and links, fixed batches, experts."""
     v100 = Gpu(32 * GIB, 900e9, 125e12, 80, link=300e9)
     l40s = Gpu(48 * GIB, 864e9, 362e12, 142, link=64e9, network=6.25e9)
     h100 = Gpu(80 * GIB, 3350e9, 989e12, 132, link=900e9, network=50e9)

@@ -2,7 +2,7 @@
 
     python3 -m benchmarks.memory_accuracy [gpt2_small resnet50 gpt ...]
 
-A real run is measured by what torch's allocator held (see testing/programs/memory/heap.c).
+Real memory is what torch's allocator holds in a run (see testing/programs/memory/heap.c).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _cases(model: str) -> list[dict[str, Any]]:
 
 
 def _compared(simulator: Simulator, library: Path, model: str, case: dict[str, Any]) -> list[str]:
-    """Return real and simulated memory, the errors, and the seconds of the simulation."""
+    """Return the cells of real and simulated memory, the errors, and the simulation's seconds."""
     config, slots = configuration(**case), int(case.get("slots", 1))
     try:
         real = real_peaks(library, model, config, slots)

@@ -1,11 +1,11 @@
-"""For real: `dsat tune` against `deepspeed --autotuning tune`, on this machine.
+"""`dsat tune` against `deepspeed --autotuning tune`, both run for real on this machine.
 
     python -m benchmarks.native [--side 128] [--runs 3] [--rounds 5]
 
-Both get the same script, configuration file, slot and limits: a 5 M parameter GPT, sequences of as
-many tokens as `--side` says. With 128 a trial's steps take most of its time, with 16 its start.
-dsat is run several times, since noise decides when it ends; its run of median length counts. Both
-answers are then measured by one stopwatch, dsat's meter, in turns.
+Both get the same script, configuration file, slot and limits: a GPT of 5 M parameters with
+sequences of `--side` tokens. With 128, a trial spends most of its time in steps; with 16, in its
+start. dsat runs several times, as noise decides when it ends; its run of median length counts.
+Afterwards, dsat's meter measures both answers in turns, as the common stopwatch.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from dsat.values.trial import Trial, TrialKind, TrialOptions
 from dsat.values.zero_strategy import of_config
 
 CAP = 32
-# The largest part of the other's time, by the tokens of a sequence.
+# dsat's largest allowed part of the other's time, by tokens of a sequence.
 MOST_TIME = {128: 0.35, 16: 0.25}
-# Of two medians of the same stopwatch: what it cannot tell apart.
+# The stopwatch cannot distinguish medians that differ by less.
 STOPWATCH_NOISE = 0.02
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -57,12 +57,12 @@ _RESULTS = "autotuning_results"
 
 @dataclass(frozen=True)
 class Tuned:
-    """What one of the two did.
+    """Results of one tuner.
 
     Attributes:
-        wall_s: of the whole command.
-        walls_s: of all its runs, if there were several.
-        trials: that it ran, its profile included.
+        wall_s: wall time of the whole command.
+        walls_s: wall times of all its runs, if there were several.
+        trials: number of its trials, including the profile.
         config: the DeepSpeed configuration that it recommends.
         throughputs: samples/s of that configuration, measured several times afterwards.
     """
@@ -79,7 +79,7 @@ class Tuned:
         return statistics.median(self.throughputs)
 
     def cells(self) -> list[str]:
-        """Return the row of a table for people; see `HEADINGS`."""
+        """Return a table row for people; see `HEADINGS`."""
         batch = ds_config.resolve_batch(self.config, 1, where="the answer")
         stage = of_config(self.config).stage
         wall = duration(self.wall_s)
@@ -102,11 +102,11 @@ def compare(side: int, runs: int, rounds: int) -> tuple[Tuned, Tuned]:
 
     Args:
         side: tokens of a sequence.
-        runs: how often dsat is run, an odd number.
-        rounds: how often each answer is measured.
+        runs: number of runs of dsat; odd.
+        rounds: number of measurements of each answer.
 
     Returns:
-        What dsat and what DeepSpeed's autotuner did.
+        Results of dsat and of DeepSpeed's autotuner.
     """
     machine = find_machine()
     script = _script(side)
@@ -168,7 +168,8 @@ def _answer(folder: Path) -> dict[str, Any]:
 
 
 def _unlink_buffers(ports: range) -> None:
-    """DeepSpeed's CPU backend never does; each is 66 MiB of shared memory."""
+    """Unlink the buffers of DeepSpeed's CPU backend, each 66 MiB of shared memory, which it
+    leaves."""
     for path in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*"):
         if int(path.name.split("_")[-2]) in ports:
             path.unlink()
@@ -181,7 +182,7 @@ def _stopwatch(
     configs: Sequence[Mapping[str, Any]],
     rounds: int,
 ) -> list[tuple[float, ...]]:
-    """Measure the throughputs of configurations in turns, so that they share slow spells."""
+    """Measure the throughputs of configurations in turns, so that slow spells affect all alike."""
     base = {key: CONFIG[key] for key in ("train_micro_batch_size_per_gpu", "optimizer")}
     command = ["python3", str(PROGRAM), *script[1:]]
     options = TrialOptions(timeout_s=600.0, end_step=8)
@@ -202,7 +203,7 @@ def _stopwatch(
 
 
 def bars(side: int, ours: Tuned, theirs: Tuned) -> list[Bar]:
-    """Return the bars of a comparison."""
+    """Return the targets of a comparison, and whether they are met."""
     share, gain = ours.wall_s / theirs.wall_s, ours.throughput / theirs.throughput
     where = f"for real, sequences of {side} tokens:"
     most = MOST_TIME.get(side, 1.0)

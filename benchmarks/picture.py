@@ -1,4 +1,5 @@
-"""The picture of the replay: best found after each number of trials, a panel for each table."""
+"""The picture of the replay: one panel per table, with the best found after each number of
+trials."""
 
 from __future__ import annotations
 

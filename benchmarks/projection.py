@@ -2,21 +2,27 @@
 
     python3 -m benchmarks.projection [--only WORD]
 
-Tokens/s of a card. Each model is simulated on a machine without a GPU. `by the table`: from the
-table of cards alone. `corrected`: after the rows of the same software that are marked as fitted (at
-most a third), as `dsat project --from RUN` does with a run of your own; software without such a row
-is not corrected. Every row was read at its source. What a source does not say is assumed: bf16,
-torch's attention, `overlap_comm`. FSDP counts as stage 3, which has the same traffic. `memory`:
-predicted peak, of the card's. The factor between the roofline of the table and what scripts reach
-(`PRIORS` in traced_work.py), and the memory bandwidth of a thread on the host,
-were chosen by the fitted rows, with all rows in sight but the checked ones. These were written down
-with their sources before any of them was predicted; the errors of their first predictions are in a
-table
-of their own. They showed that two terms were missing (NCCL's protocols for small messages, and what
-DeepSpeed's hooks take of stage 3) and that corrected intervals were too narrow for other cards; all
-three were mended then, without a constant fitted to a row. Rows of ZenFlow came later: they were
-predicted 10 times too slow, because each rank was taken to have one thread on the host, as the
-gist's have. What all threads of a host reach together is of DeepSpeed#6834, not of these rows.
+Throughput is in tokens/s per GPU. Each model is simulated on a machine without a GPU.
+
+- `by the table`: predicted from the table of cards alone.
+- `corrected`: predicted after a correction by the rows marked as fitted (at most a third) of the
+  same software, as `dsat project --from RUN` does with a run of your own. Software without a fitted
+  row is not corrected.
+- `memory`: the predicted peak, as a part of the GPU's memory.
+
+Every row was read at its source. Where a source is silent, these are assumed: bf16, torch's
+attention, `overlap_comm`. FSDP counts as stage 3, which has the same traffic. Two constants were
+chosen by the fitted rows, with all rows in sight except the checked ones: the factor between the
+table's roofline and the speed that scripts reach (`PRIORS` in traced_work.py), and the memory
+bandwidth of a host thread.
+
+The checked rows were written down, with their sources, before the first prediction of any of them;
+another table has the errors of those first predictions. They showed that two terms were missing
+(NCCL's protocols for small messages, and the time of DeepSpeed's hooks in stage 3), and that
+corrected intervals were too narrow for other GPUs. All three were then mended, without a constant
+fitted to a row. The rows of ZenFlow came later. Their first predictions were 10 times too slow,
+because each rank was assumed to have one thread on the host, as the ranks of the gist have. The
+rate of all threads of a host together is from DeepSpeed#6834, not from these rows.
 """
 
 from __future__ import annotations
@@ -43,10 +49,10 @@ from dsat.search.speed import Points
 from dsat.values.zero_strategy import NONE, Strategy
 
 DATA = Path(__file__).parent / "data" / "projection.json"
-SLOTS = 8  # that are simulated
+SLOTS = 8  # simulated data-parallel ranks
 MEDIAN_BAR, WORST_BAR, PAIRS_BAR = 0.10, 0.20, 0.9
 _APART = 1.05  # pairs of strategies that differ by less are not compared
-_PUBLISHED_SD = 0.02  # of what was published
+_PUBLISHED_SD = 0.02  # relative standard deviation of published values
 
 
 @dataclass(frozen=True)
@@ -55,15 +61,15 @@ class Row:
 
     Attributes:
         source: key of the source in the data.
-        stack: the software: rows of one stack correct each other.
+        stack: the software; rows of one stack correct each other.
         model: key of the model's configuration.
-        recompute: activations are recomputed: 1, 0, or the part of it that is.
+        recompute: recomputed part of the activations: 0, 0.5 or 1.
         gas: micro steps of a step.
-        tokens_per_second: of a card.
-        network: Gbit/s of a card between hosts; as in the table of cards if it is None.
+        tokens_per_second: per GPU.
+        network: Gbit/s per GPU between hosts; None means the value in the table of cards.
         fitted: it was used to set constants.
-        held_out: it was written down before it was predicted for the first time.
-        threads: of a rank on the host; 0 for its share of the cores.
+        held_out: it was written down before its first prediction.
+        threads: host threads of a rank; 0 for its share of the cores.
     """
 
     source: str
@@ -85,7 +91,7 @@ class Row:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a card in an optimizer step."""
+        """Tokens per GPU in an optimizer step."""
         return self.micro_batch * self.gas * self.seq
 
     @property
@@ -113,7 +119,7 @@ def _records(data: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def compare(rows: Sequence[Row], models: Mapping[str, Any]) -> list[Compared]:
-    """Project all rows, each by the table alone, and corrected by the fitted rows of its stack."""
+    """Project all rows: by the table alone, and corrected by the fitted rows of their stack."""
     found = []
     whole = _trace_all(rows, models)
     for row in rows:
@@ -130,7 +136,7 @@ def compare(rows: Sequence[Row], models: Mapping[str, Any]) -> list[Compared]:
 
 
 def _filled(row: Row, traced: Traced) -> float:
-    """Return the predicted peak of memory, as a part of the card's."""
+    """Return the predicted peak of memory, as a part of the GPU's memory."""
     card = cards.find(row.card)
     return traced.memory(row.strategy, row.cards, row.micro_batch, card)[0] / card.memory_bytes
 
@@ -139,7 +145,7 @@ Key = tuple[str, int, bool]
 
 
 def _keys(row: Row) -> list[Key]:
-    """Return what is traced of a row; with a part recomputed, the step is between two traces."""
+    """Return the keys of a row's traces: two if a part of the activations is recomputed."""
     return [(row.model, row.seq, on) for on in (False, True) if row.recompute in (on, 0.5)]
 
 
@@ -150,13 +156,14 @@ def _parts(row: Row, whole: Mapping[Key, Traced]) -> list[Traced]:
 def _both(
     row: Row, traced: Traced, whole: Mapping[Key, Traced], fitted: Sequence[Row]
 ) -> tuple[list[float], list[float]]:
-    """Return seconds and their interval, by the table of cards, and corrected by other rows."""
+    """Return seconds with their interval, twice: by the table of cards, and corrected by
+    `fitted`."""
     strategies = list(dict.fromkeys(each.strategy for each in (row, *fitted)))
     speed = ProjectedSpeed(hardware_of(cards.find(row.card)), strategies)
     times = [speed.predict(_points(speed, row, traced))]
     if fitted:
         points, seconds = [], []
-        for other in fitted:  # a step between two others counts as both
+        for other in fitted:  # partly recomputed: both traces count as points
             parts = [_points(speed, other, part) for part in _parts(other, whole)]
             alone = [speed.predict(part).seconds for part in parts]
             points += parts
@@ -177,7 +184,8 @@ def _points(speed: ProjectedSpeed, row: Row, traced: Traced) -> Points:
 
 
 def _trace_all(rows: Sequence[Row], models: Mapping[str, Any]) -> dict[Key, Traced]:
-    """Trace each model once for all of its rows, with and without recomputation as they have it."""
+    """Trace each model once for all of its rows, with and without recomputation as the rows
+    need."""
     groups: dict[Key, dict[Strategy, None]] = {}
     for row in rows:
         for key in _keys(row):
@@ -191,7 +199,7 @@ def _trace_all(rows: Sequence[Row], models: Mapping[str, Any]) -> dict[Key, Trac
 def _traced(
     model: Mapping[str, Any], seq: int, recompute: bool, strategies: Sequence[Strategy]
 ) -> Traced:
-    """Simulate a model with some strategies on eight cards."""
+    """Simulate and trace a model with some strategies on eight GPUs."""
     with tempfile.TemporaryDirectory() as folder:
         config, settings = Path(folder) / "config.json", Path(folder) / "ds.json"
         config.write_text(json.dumps(model), encoding="utf-8")
@@ -211,7 +219,7 @@ def _traced(
 
 @dataclass(frozen=True)
 class Rate:
-    """Projected tokens/s of a card with an interval, against what was published."""
+    """Projected tokens/s per GPU with an interval, and the published value."""
 
     rate: float
     low: float
@@ -220,7 +228,7 @@ class Rate:
 
     @classmethod
     def of(cls, row: Row, seconds: Sequence[float]) -> Rate:
-        """Return the rate of a row by the seconds of its step and their interval."""
+        """Return the rate of a row from the seconds of its step: middle, low and high."""
         middle, low, high = seconds
         return cls(row.tokens / middle, row.tokens / high, row.tokens / low, row.tokens_per_second)
 
@@ -230,7 +238,7 @@ class Rate:
 
     @property
     def holds(self) -> bool:
-        """Tell whether the interval holds what was published."""
+        """Whether the interval contains the published value."""
         return self.low <= self.published <= self.high
 
 
@@ -239,10 +247,10 @@ class Compared:
     """A row with its projections.
 
     Attributes:
-        filled: predicted peak of memory, as a part of the card's.
-        is_corrected: rows of its stack were fitted.
-        by_table: by the table of cards alone.
-        corrected: after the fitted rows of its stack.
+        filled: predicted peak of memory, as a part of the GPU's memory.
+        is_corrected: there are fitted rows of its stack.
+        by_table: projection by the table of cards alone.
+        corrected: projection corrected by the fitted rows of its stack.
     """
 
     row: Row
@@ -252,7 +260,7 @@ class Compared:
     corrected: Rate
 
     def cells(self) -> list[str]:
-        """Return the row of a table for people; see `HEADINGS`."""
+        """Return a table row for people; see `HEADINGS`."""
         row = self.row
         mark = " (fitted)" if row.fitted else " (checked)" if row.held_out else ""
         return [
@@ -277,7 +285,10 @@ HEADINGS = (
 
 
 def ordered_pairs(found: Sequence[Compared]) -> tuple[int, int]:
-    """Count pairs of strategies of one source, model and cards; and those in the right order."""
+    """Count the pairs of strategies that are projected in the right order, and all pairs.
+
+    A pair has the same source, model and GPUs.
+    """
     right = pairs = 0
     for one, other in combinations(found, 2):
         a, b = one.row, other.row
@@ -292,7 +303,7 @@ def ordered_pairs(found: Sequence[Compared]) -> tuple[int, int]:
 
 
 def _verdict(found: Sequence[Compared]) -> list[str]:
-    """Return lines on the errors of the rows that were checked, and of those in sight."""
+    """Return lines on the errors of the checked rows, and of the rows in sight."""
     groups = {
         "checked": [each for each in found if each.row.held_out],
         "in sight": [each for each in found if not (each.row.fitted or each.row.held_out)],

@@ -2,9 +2,9 @@
 
     python3 -m benchmarks.published [--only WORD]
 
-A table of docs/predicting.md. A model whose layers are published is simulated; of others the
-closed form tells what their sizes decide. Published are peaks of what torch has allocated, if
-nothing else is said. Rows that cannot be right are printed, and not counted.
+This is a table of docs/predicting.md. If the layers of a model are published, it is simulated;
+otherwise the closed form predicts the part that the model's sizes decide. Unless noted, published
+values are peaks of memory allocated by torch. Rows that cannot be right are printed, not counted.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ DATA = Path(__file__).parent / "data" / "published.json"
 FOLDER = Path(__file__).parent / "programs" / "published"
 MEDIAN, WORST = 0.04, 0.10
 _TIMEOUT_S = 600.0
-_LAYERS = 36  # of Qwen3-8B, whose q_proj is 4096 x 4096 and v_proj 1024 x 4096
+_LAYERS = 36  # layers of Qwen3-8B, whose q_proj is 4096 x 4096 and v_proj 1024 x 4096
 _ADAPTERS = _LAYERS * 16 * ((4096 + 4096) + (4096 + 1024))
 _LORA = ModelFacts(8_190_735_360 + _ADAPTERS, _ADAPTERS, 4096 * 16, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A published size of a model that is simulated.
+    """A published memory size of a model that is simulated.
 
     Attributes:
         source: where it was published.
-        what: was measured: a key of `_SIZES`.
+        what: what was measured: a key of `_SIZES`.
         config: the DeepSpeed configuration.
         slots: data-parallel ranks.
-        measured_gib: what was published.
-        command: trains the model, in `FOLDER`.
-        note: what of the configuration is not published.
-        needs: module of DeepSpeed that came with what the configuration asks for.
-        not_counted: why the row cannot be right, or is of something else.
+        measured_gib: the published size.
+        command: a command that trains the model, in `FOLDER`.
+        note: the part of the configuration that is not published.
+        needs: module of DeepSpeed that exists only if it supports the configuration.
+        not_counted: why the row cannot be right, or describes something else.
     """
 
     source: str
@@ -69,14 +69,14 @@ class Row:
 
     @property
     def offloads_or_adapts(self) -> bool:
-        """Whether memory of the host is used, or adapters are trained."""
+        """Whether states are offloaded to the host, or adapters are trained."""
         return "offload" in json.dumps(self.config) or "--lora" in self.command
 
     def predicted(self) -> int:
         """Return the prediction in bytes.
 
-        Peaks of steps are without the copy of all parameters that DeepSpeed makes at start-up, if
-        there is room.
+        Peaks of steps exclude the copy of all parameters that DeepSpeed makes at start-up if
+        memory allows.
 
         Raises:
             SimulationUnavailable: it cannot be simulated here.
@@ -109,7 +109,7 @@ _SIZES: Mapping[str, Callable[[MemoryEstimate, int], int]] = {
 def _is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # nor the package that it is in
+    except ModuleNotFoundError:  # its package is missing, too
         return False
 
 

@@ -1,14 +1,14 @@
-"""Scripts as people have them, tuned as a new user would: how soon there is an answer.
+"""Typical scripts, tuned as by a new user: the time until there is an answer.
 
     python -m benchmarks.real_scripts [NAME ...]
 
-Five small scripts of our own, each modelled on one that many people begin with: the picture
-classifier of DeepSpeed's first tutorial, `run_glue` and `run_clm` of transformers, nanoGPT and
-HelloDeepSpeed. Each is copied into a fresh folder and tuned by the command that its kind is started
-with. The first useful line tells what a configuration other than the user's own does; the verdict
-is the end of the command. Nothing is fetched.
+Five small scripts, each modelled on one with which many people begin: the picture classifier of
+DeepSpeed's first tutorial, `run_glue` and `run_clm` of transformers, nanoGPT and HelloDeepSpeed.
+Each is copied into a new folder, and tuned with the command that usually starts it. The first
+useful line is the first result of a configuration other than the user's own. The verdict is the end
+of the command. Nothing is downloaded.
 
-And scripts that fail before `deepspeed.initialize`: how much later than by themselves.
+Further scripts fail before `deepspeed.initialize`: how much later do they fail under dsat?
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from testing.tuned_scripts import DSAT, environment, prepare
 FIRST_LINE_S, VERDICT_S = 60.0, 240.0
 ERROR_LATER_S = 2.0
 FIRST = re.compile(r"\[\d+/\d+\] (?!profile|baseline)\S+: ")
-_RUNS = 3  # of each error
+_RUNS = 3  # runs of each failing script
 _MISSED = "**missed**"
 
 
@@ -59,7 +59,7 @@ def tune(script: Script) -> bool:
 
 
 def fail(script: Script) -> None:
-    """Print how long a script that fails takes by itself and by dsat, in the median."""
+    """Print the median time until a script fails: by itself, and under dsat."""
     with tempfile.TemporaryDirectory(prefix="dsat-real-") as above:
         folder = Path(above) / "user"
         alone = prepare(script, folder, "python", 1)

@@ -2,11 +2,11 @@
 
     python -m benchmarks.record [--data DIR] [NAME ...]
 
-Without names, all tables, on the cores of this machine. A recording that was killed goes on where
-it was; a table that is there stays as it is. The micro batches of each setting double until one is
-out of memory; then the edge is bisected until it is known to a sixth. Larger ones are not run: they
-need more memory. Further passes measure all that ran once more, one after the other, so that a
-machine's slow spells meet all of them alike.
+Without names, records all tables, on the CPU cores of this machine. An interrupted recording is
+continued; a finished table stays unchanged. The micro batches of each setting double until one is
+out of memory; then bisection finds the edge to within a sixth. Larger micro batches need more
+memory, so they are not run. Further passes run all successful trials again, pass by pass, so that
+slow spells of the machine affect all alike.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 PROGRAM = Path(__file__).parent / "programs" / "train.py"
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": OPTIMIZER}
-# One warm-up step, then two measured ones, or three where these differ: passes do the rest.
+# One warm-up step, then two measured ones, or three if these differ. Passes repeat the measurement.
 START_STEP, END_STEP, MAX_STEPS = 2, 3, 3
 
 
 def grid(**settings: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return all combinations of the values of settings."""
+    """Return all combinations of the settings' values."""
     combinations = itertools.product(*settings.values())
     return [dict(zip(settings, values, strict=True)) for values in combinations]
 
 
-# What matters most on one slot (see dsat/space/space.py): a small and a large size of each.
+# The settings that matter most on one slot (see dsat/space/space.py), each small and large.
 SETTINGS = tuple(
     grid(stage=[0])
     + grid(stage=[1, 2], reduce_bucket_size=[5 * 10**6, 10**8])
@@ -61,10 +61,10 @@ class Spec:
     """A table to record.
 
     Attributes:
-        model, side: of the program (`--model`, `--side`).
-        slot_memory_bytes: what the slot may use; small enough that the grid ends in out of memory.
-        largest: no micro batch above this is tried.
-        passes: how often each trial that runs is measured.
+        model, side: arguments of the program (`--model`, `--side`).
+        slot_memory_bytes: memory of the slot, small enough that the grid ends out of memory.
+        largest: the largest micro batch to try.
+        passes: number of measurements of each successful trial.
     """
 
     name: str
@@ -88,8 +88,8 @@ def next_size(known: Mapping[int, bool], largest: int) -> int | None:
     """Return the next micro batch to try with some settings, or None if their edge is known.
 
     Args:
-        known: whether a micro batch ran, for those that were tried.
-        largest: none above this is tried.
+        known: the micro batches tried so far, and whether each ran.
+        largest: the largest micro batch to try.
     """
     size = 1
     while known.get(size) and 2 * size <= largest:
@@ -109,7 +109,7 @@ def next_trial(
     """Return settings, micro batch and pass of the next trial; None if the table is complete.
 
     Args:
-        recorded: rows with their passes, in the order in which they were recorded.
+        recorded: rows with their passes, in the order of recording.
     """
     rows = [(Row.from_json(event), tables.pass_of(event)) for event in recorded]
     for settings in spec.settings:
@@ -127,10 +127,10 @@ def next_trial(
 
 
 def record(spec: Spec, machine: Machine, folder: Path) -> Path:
-    """Record a table, or go on with it.
+    """Record a table, or continue with it.
 
     Args:
-        folder: for the table; the trials' own folders are thrown away.
+        folder: for the table; the trials' own folders are deleted.
 
     Returns:
         The finished, compressed table.
@@ -151,7 +151,7 @@ def record(spec: Spec, machine: Machine, folder: Path) -> Path:
 
 
 def predict(spec: Spec, machine: Machine, path: Path) -> None:
-    """Simulate the memory of a finished table's strategies, and enter that in its header."""
+    """Simulate the memory of a finished table's strategies, and add the result to its header."""
     table = tables.read(path)
     plan = replace(searching.plan_of(table, "model"), memory_model=BY_SIMULATION)
     profile = table.header.profile
@@ -164,7 +164,7 @@ def predict(spec: Spec, machine: Machine, path: Path) -> None:
 
 
 def _fill(spec: Spec, machine: Machine, engine: LocalEngine, journal: Journal) -> None:
-    """Run what is left to run of a table."""
+    """Run the missing trials of a table."""
     numbers = itertools.count()
     profile = _profile(spec, engine, numbers)
     if profile.profile is None:
@@ -173,13 +173,13 @@ def _fill(spec: Spec, machine: Machine, engine: LocalEngine, journal: Journal) -
         about = common.about_machine(machine)
         header = _header(spec, profile.profile, profile.duration_s, about)
         journal.append({"event": "table", **header.to_json()})
-    recorded = list(journal.events[1:])  # of an earlier call; what is appended is not among them
+    recorded = list(journal.events[1:])  # rows of earlier calls; a copy, extended below
     while (following := next_trial(spec, recorded)) is not None:
         settings, size, number = following
         trial = _trial(next(numbers), TrialKind.SEARCH, settings, size)
         what = f"{json.dumps(settings)} at micro batch {size}"
         outcome = _run(engine, trial, what)
-        # The log of an expected failure is of no use, and large.
+        # The log of an expected failure is large and useless.
         row = Row(settings, size, replace(outcome, detail=""))
         recorded.append(tables.of_pass(row, number))
         journal.append(recorded[-1])
@@ -189,7 +189,7 @@ def _fill(spec: Spec, machine: Machine, engine: LocalEngine, journal: Journal) -
 
 
 def _profile(spec: Spec, engine: LocalEngine, numbers: Iterator[int]) -> Outcome:
-    """Return the profile of the first stage that fits, with the first settings of each."""
+    """Return the profile of the first stage that fits, with the first settings of each stage."""
     outcome = Outcome(OutcomeKind.OOM)
     for stage in STAGES:
         own = next((one for one in spec.settings if one["stage"] == stage), {"stage": stage})
@@ -201,7 +201,7 @@ def _profile(spec: Spec, engine: LocalEngine, numbers: Iterator[int]) -> Outcome
 
 
 def _run(engine: LocalEngine, trial: Trial, what: str) -> Outcome:
-    """Run a trial, which may only run out of memory."""
+    """Run a trial, whose only allowed failure is out of memory."""
     outcome = common.run_trial(engine, trial)
     if outcome.kind not in (OutcomeKind.OK, OutcomeKind.OOM):
         raise SystemExit(
@@ -238,7 +238,7 @@ def _trial(number: int, kind: TrialKind, settings: Mapping[str, Any], size: int)
 
 @contextlib.contextmanager
 def _engine(spec: Spec, machine: Machine) -> Iterator[LocalEngine]:
-    """Give an engine whose folder is thrown away."""
+    """Make an engine in a temporary folder."""
     command = ["python3", str(PROGRAM), "--model", spec.model, "--side", str(spec.side)]
     command += ["--steps", "1000", "--deepspeed", "--deepspeed_config", "ds_config.json"]
     options = TrialOptions(

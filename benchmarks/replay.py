@@ -1,17 +1,18 @@
-"""Replay every tuner on recorded tables and made-up clusters: how soon each finds the best.
+"""Replay every tuner on recorded tables and made-up clusters: how soon does each find the best?
 
     python -m benchmarks.replay [--data DIR] [--seeds 20] [--trials 50] [--picture FILE]
 
-Best found, as a fraction of the best that there is; medians over the seeds, the worst in brackets;
-one trial at a time, on recorded tables (see tables.py) and on made-up clusters (see
-made_up_cluster.py). Measurements are off by what a table's own intervals, or a cluster's constants,
-say; what counts is the true speed of the configuration that measured best, or, where it says so, of
-what dsat recommends after its finals. All trials but those of the finals count: the model profile
-that most begin with, the user's own configuration, repetitions, and what ran out of memory. A tuner
-that ends earlier keeps what it has. `own trials` is how many trials of the user's own configuration
-take as long as all of them and the finals. Optuna's sampler and `no search` (the largest micro
-batch that is predicted to fit in each stage, and no more) have dsat's prediction of memory and its
-start.
+The tables show the best configuration found, as a fraction of the best that exists: medians over
+the seeds, the worst in brackets. Trials run one at a time, on recorded tables (see tables.py) and
+on made-up clusters (see made_up_cluster.py). Measurements have noise: that of a table's own
+intervals, or of a cluster's constants. What counts is the true speed of the configuration that
+measured best; in the column `recommended`, of the one that dsat recommends after its finals.
+
+All trials except those of the finals count: the model profile with which most tuners begin, the
+user's own configuration, repetitions, and trials out of memory. A tuner that ends earlier keeps its
+best. `own trials` is the time of all trials including finals, in trials of the user's own
+configuration. Optuna's sampler and `no search` (only the largest micro batch that is predicted to
+fit, in each stage) get dsat's memory predictions and first trials.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ class Episode:
     """One tuner on one table with one seed.
 
     Attributes:
-        values: of each trial the fraction of the best that there is; None if it measured nothing.
-        told: the same as they were measured, with noise.
-        recommended: the same of what is recommended in the end.
-        out_of_memory: how many trials did.
-        finals: how many trials ran after the search to decide.
-        slot_s: slots times the seconds that the trials took, finals included.
-        times_own: these seconds in trials of the user's own configuration.
+        values: for each trial, the fraction of the best that exists; None if nothing was measured.
+        told: these fractions as measured, with noise.
+        recommended: this fraction of the final recommendation.
+        out_of_memory: number of trials that ran out of memory.
+        finals: number of trials after the search, which decide.
+        slot_s: slots times seconds of all trials, including finals.
+        times_own: these seconds, in trials of the user's own configuration.
     """
 
     table: str
@@ -65,11 +66,11 @@ class Episode:
     times_own: float
 
     def best_after(self, count: int) -> float:
-        """Return the fraction of what measured best within so many trials; 0 if none ran."""
+        """Return the fraction of what measured best in the first `count` trials; 0 if none ran."""
         return _best(self.told[:count], self.values[:count])
 
     def trials_to(self, goal: float) -> float:
-        """Return how many trials reach a fraction; infinite if it is never reached."""
+        """Return the number of trials until a fraction is reached; infinite if it never is."""
         for number, value in enumerate(self.values, start=1):
             if value is not None and value >= goal:
                 return number
@@ -77,7 +78,7 @@ class Episode:
 
 
 def _best(told: Sequence[float | None], values: Sequence[float | None]) -> float:
-    """Return the true value of what measured best; 0 if nothing ran."""
+    """Return the true value of the trial that measured best; 0 if nothing ran."""
     ran = [
         (measured, value)
         for measured, value in zip(told, values, strict=True)
@@ -90,7 +91,7 @@ def play(table: Workload, tuner: str, seed: int, max_trials: int, *, noisy: bool
     """Run one tuner on one workload.
 
     Args:
-        seed: of the tuner, and of what measurements are off by if they are `noisy`.
+        seed: seed of the tuner, and of the measurement noise if `noisy`.
     """
     run = player(tuner)
     ledger = Ledger(table, max_trials, noise=seed if noisy else None)
@@ -139,7 +140,7 @@ class Summary:
 
     @property
     def within_10(self) -> int:
-        """How many seeds reach 99 % within 10 trials."""
+        """Number of seeds that reach 99 % within 10 trials."""
         return sum(count <= 10 for count in self.trials_to(0.99))
 
     @property
@@ -147,7 +148,7 @@ class Summary:
         return max(episode.out_of_memory for episode in self.episodes)
 
     def cells(self) -> list[str]:
-        """Return the row of a table for people; see `HEADINGS`."""
+        """Return a table row for people; see `HEADINGS`."""
         episodes = self.episodes
         found = [[e.best_after(count) for e in episodes] for count in AFTER]
         found.append([e.recommended for e in episodes])
@@ -176,12 +177,12 @@ HEADINGS = (
 
 
 def number(count: float) -> str:
-    """Return a number of trials; a dash if it is never reached."""
+    """Return a number of trials as text; a dash if it is infinite."""
     return "-" if math.isinf(count) else f"{count:g}"
 
 
 def summaries(episodes: Iterable[Episode]) -> list[Summary]:
-    """Return one of each table and tuner, in the order in which they first come."""
+    """Return one summary for each table and tuner, in order of first appearance."""
     groups: dict[tuple[str, str], list[Episode]] = {}
     for episode in episodes:
         groups.setdefault((episode.table, episode.tuner), []).append(episode)
@@ -190,7 +191,7 @@ def summaries(episodes: Iterable[Episode]) -> list[Summary]:
 
 @dataclass(frozen=True)
 class Demand:
-    """What is demanded of some tuners on every table."""
+    """A requirement on some tuners, on every table."""
 
     text: str
     tuners: tuple[str, ...]
@@ -227,7 +228,7 @@ DEMANDS = (
 
 
 def bars(found: Sequence[Summary]) -> list[Bar]:
-    """Return the bars of the tuners that were played; each holds only if it does on every table."""
+    """Return the targets of the tuners that ran; each is met only if it is met on every table."""
     by_name = {(s.table, s.tuner): s for s in found}
     names = list(dict.fromkeys(s.table for s in found))
     bars = []
@@ -246,7 +247,7 @@ def workloads(data: Path) -> list[Workload]:
 
 
 def _all_of(tuner: str, data: Path, seeds: int, max_trials: int) -> list[Episode]:
-    """Return all episodes of one tuner, in a process of its own."""
+    """Return all episodes of one tuner; runs in a separate process."""
     return [
         play(workload, tuner, seed, max_trials)
         for workload in workloads(data)
@@ -257,7 +258,7 @@ def _all_of(tuner: str, data: Path, seeds: int, max_trials: int) -> list[Episode
 def replay(data: Path, *, seeds: int, max_trials: int, tuners: Sequence[str]) -> list[Episode]:
     """Run all tuners on all tables of a folder.
 
-    The packages of others have global state, so each tuner gets a process of its own.
+    Other tuners' packages have global state, so each tuner runs in a separate process.
     """
     spawn = multiprocessing.get_context("spawn")
     tasks = [(tuner, data, seeds, max_trials) for tuner in tuners]
@@ -268,7 +269,7 @@ def replay(data: Path, *, seeds: int, max_trials: int, tuners: Sequence[str]) ->
 
 
 def describe(workload: Workload) -> str:
-    """Return what a workload is of, for people."""
+    """Return a description of a workload for people."""
     header = workload.header
     facts = ", ".join(f"{key} {value}" for key, value in header.about.items())
     slots = "1 slot" if header.slots == 1 else f"{header.slots} slots"

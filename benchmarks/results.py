@@ -2,8 +2,8 @@
 
     python -m benchmarks.results [--parts scale replay winners_curse ...]
 
-Each has a section there, and its bars are in the table of bars. Sections and bars of what is not
-run now stay as they are.
+Each benchmark has a section there. Its bars (targets and whether they are met) are moved into the
+common table of bars. Sections and bars of other benchmarks stay unchanged.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Part:
     """A benchmark.
 
     Attributes:
-        title: of its section.
+        title: title of its section.
         words: its module in this folder, and options.
-        is_block: it prints no Markdown.
+        is_block: its output is plain text, not Markdown.
     """
 
     title: str
@@ -66,7 +66,7 @@ PARTS: Mapping[str, Part] = {
 
 
 def run(part: Part) -> str:
-    """Run a benchmark in a process of its own, and return what it prints.
+    """Run a benchmark in a child process, and return what it prints.
 
     Raises:
         SystemExit: it failed.
@@ -78,7 +78,7 @@ def run(part: Part) -> str:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=common.ROOT) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            if "real_accelerator.py" in line:  # DeepSpeed's log of its choice
+            if "real_accelerator.py" in line:  # DeepSpeed's log message
                 continue
             text += line
             print(line, end="", flush=True)
@@ -88,7 +88,7 @@ def run(part: Part) -> str:
 
 
 def section(part: Part, text: str, about: Mapping[str, str], took_s: float) -> str:
-    """Return a section: where and with what it was measured, and what the benchmark printed."""
+    """Return a section: machine, date and versions, then the output of the benchmark."""
     where = "; ".join(about[name] for name in ("machine", "host"))
     others = [f"{key} {about[key]}" for key in about if key not in ("machine", "host", "date")]
     head = f"{about['date']}, {where}; {', '.join(others)}; took {duration(took_s)}."
@@ -97,10 +97,10 @@ def section(part: Part, text: str, about: Mapping[str, str], took_s: float) -> s
 
 
 def entered(report: str, title: str, text: str) -> str:
-    """Return the report with a new section, whose bars are moved to the others.
+    """Return the report with a new section, whose bars are moved to the table of bars.
 
     Args:
-        text: the section; its table of bars, if it has one, is at its end.
+        text: the section; its own bars, if any, are at its end.
     """
     head, *parts = re.split(r"^## ", report, flags=re.MULTILINE)
     sections = {}

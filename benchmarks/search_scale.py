@@ -1,12 +1,12 @@
-"""What a search of many simulated trials costs: every decision, journal events included.
+"""Cost of a search with many simulated trials: every decision, including journal events.
 
     python -m benchmarks.search_scale [--trials 20000]
 
-No time passes in a trial; sixteen run at once, and the micro batch that fits differs from
-configuration to configuration. `search alone` is asks and tells on a space that has no end; `whole
-run` is the tuner with its journal's events, made JSON, read back and kept in memory, on the real
-space, which a search may exhaust earlier. The bar is 10 s for the default of 20,000 trials; `make
-bench` runs 10,000. `model` is for dear trials: no more than 1,000 of it are run, and it has no bar.
+A trial takes no time; sixteen run at once, and the largest micro batch that fits differs between
+configurations. `search alone` calls only the search, on a space without an end. `whole run` is the
+tuner: journal events are made JSON, read back and kept in memory. It runs on the real space, which
+a search may exhaust earlier. The target is 10 s for the default of 20,000 trials; `make bench` runs
+10,000. `model` is for expensive trials: it runs at most 1,000, and has no target.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROFILE = ModelProfile(
 
 
 def simulated(zero: Mapping[str, Any], micro_batch: int) -> Outcome:
-    """Return a success up to a micro batch that depends on the settings; larger is faster."""
+    """Return a success up to a micro batch that depends on the settings; a larger one is faster."""
     noise = zlib.crc32(json.dumps(zero, sort_keys=True).encode())
     if micro_batch > 100_000 + noise % 900_000:
         return Outcome(OutcomeKind.OOM, duration_s=1.0)
@@ -48,7 +48,11 @@ def simulated(zero: Mapping[str, Any], micro_batch: int) -> Outcome:
 
 
 def whole_run(method: str, count: int) -> tuple[int, str | None]:
-    """Run tuner, journal events and search, on the real space."""
+    """Run tuner, journal events and search on the real space.
+
+    Returns:
+        The number of trials, and why the run stopped.
+    """
 
     def outcome_of(trial: Trial) -> Outcome:
         found = simulated(trial.overrides.get("zero_optimization", {}), trial.batch.micro_batch)
@@ -69,7 +73,7 @@ def whole_run(method: str, count: int) -> tuple[int, str | None]:
 
 
 def search_alone(method: str, count: int) -> tuple[int, str | None]:
-    """Run a search without a tuner."""
+    """Run a search without a tuner; return as `whole_run` does."""
     searching.decide(method, PROFILE, simulated, trials=count, concurrent=CONCURRENT, slots=SLOTS)
     return count, None
 
@@ -84,7 +88,7 @@ def main() -> None:
         for method in SEARCHES:
             for count in (trials // 100, trials // 10, trials):
                 if count > MOST_OF.get(method, count):
-                    continue  # it is for dear trials, of which nobody runs so many
+                    continue  # it is for expensive trials, of which nobody runs so many
                 began = time.perf_counter()
                 done, reason = run(method, count)
                 total = time.perf_counter() - began

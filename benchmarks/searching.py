@@ -1,6 +1,6 @@
-"""dsat's searches on outcomes that are recorded or made up: what benchmarks know of its tuner.
+"""dsat's searches on recorded or made-up outcomes: the only place where benchmarks use its tuner.
 
-Tuner, loop and finals are the real ones; the engine is simulated, so that no time passes.
+Tuner, loop and finals are real; the engine is simulated, so no time passes.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def search(
     concurrent: int = 1,
     basis: Basis | None = None,
 ) -> Run:
-    """Run a whole search, its finals included, with trials that are answered by a function.
+    """Run a whole search, including finals, whose trials a function answers.
 
     Args:
-        concurrent: trials at once.
-        basis: what memory is predicted from, if the plan asks for simulations.
+        concurrent: number of trials at once.
+        basis: basis of memory predictions, if the plan asks for simulations.
     """
     tuner, slots = Tuner(plan, MemoryJournal()), plan.slots_per_trial
     engine = SimulatedEngine(outcome_of, num_slots=concurrent * slots, slots_per_trial=slots)
@@ -54,7 +54,8 @@ def search(
 
 
 def plan_of(table: Workload, method: str, *, seed: int = 0, max_trials: int = 50) -> Plan:
-    """Return the plan that searches what a workload has, as users begin, without finals."""
+    """Return the plan of a search over what a workload contains, beginning as for users, without
+    finals."""
     header = table.header
     return Plan(
         method=method,
@@ -79,7 +80,7 @@ def plan_of(table: Workload, method: str, *, seed: int = 0, max_trials: int = 50
 
 
 def search_ledger(ledger: Ledger, plan: Plan) -> Run:
-    """Run a whole search whose trials are entered into a ledger, and what it recommends."""
+    """Run a whole search whose trials a ledger records; also record its recommendation."""
     header = ledger.table.header
 
     def outcome_of(trial: Trial) -> Outcome:
@@ -99,13 +100,13 @@ def search_ledger(ledger: Ledger, plan: Plan) -> Run:
 def play(method: str, ledger: Ledger, seed: int, max_trials: int) -> None:
     """Run one of `dsat.search.SEARCHES`, one trial at a time, then its finals.
 
-    A larger batch is worth any gain here: a tuner is judged by speed alone.
+    Any gain justifies a larger batch here, as tuners are judged by speed alone.
     """
-    # So many that those which are not reserved for the finals are the search's own.
+    # The total budget that leaves `max_trials` for the search after the finals' reserve.
     sums = range(max_trials + MOST_TRIALS, 0, -1)
     total = next(each for each in sums if each - reserved(each) <= max_trials)
     plan = plan_of(ledger.table, method, seed=seed, max_trials=total)
-    with contextlib.suppress(BudgetSpent):  # a search without finals takes their trials too
+    with contextlib.suppress(BudgetSpent):  # a search without finals also uses their reserve
         search_ledger(ledger, replace(plan, finals=None, indifference=0.0))
 
 
@@ -118,7 +119,8 @@ def decide(
     concurrent: int,
     slots: int,
 ) -> None:
-    """Let a search decide alone, on the real space with a setting more, so that it never ends."""
+    """Run a search without a tuner, on the real space with a further setting, so that it never
+    ends."""
     space = Space(
         strategies=plain(*STAGES),
         micro_batches=range(1, LARGEST_MICRO_BATCH + 1),
@@ -155,7 +157,7 @@ def decide(
 
 
 def reference_configs(plan: Plan, profile: ModelProfile) -> list[dict[str, Any]]:
-    """Return what is simulated of each strategy before a search begins."""
+    """Return the configuration of each strategy that is simulated before a search begins."""
     space, found = make_space(plan, profile), []
     for branch in space.branches:
         settings = branch.settings(0)
@@ -165,7 +167,7 @@ def reference_configs(plan: Plan, profile: ModelProfile) -> list[dict[str, Any]]
 
 
 def seconds(run: Run) -> tuple[float, float]:
-    """Return the seconds that the trials of a search took, and those of its finals."""
+    """Return the total seconds of a search's trials, and of its finals."""
     took_s = {True: 0.0, False: 0.0}
     for trial in run.trials.values():
         took_s[trial.kind is TrialKind.FINAL] += run.outcomes[trial.id].duration_s

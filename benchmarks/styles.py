@@ -1,10 +1,10 @@
-"""Scripts of every style: simulated memory against a real rank on this machine's CPU.
+"""Scripts of every style: simulated memory against that of a real rank on this machine's CPU.
 
     python3 -m benchmarks.styles [--null] [NAME ...]
 
-Prints a table of docs/predicting.md. Where DeepSpeed or a library trains nothing without a GPU,
-the rank runs on a CUDA without a device (testing/null_cuda); with --null, all do. peft and
-lightning have to be installed for theirs.
+Prints a table of docs/predicting.md. If DeepSpeed or a library cannot train a style without a GPU,
+the rank runs on a CUDA without a device (testing/null_cuda); with --null, all ranks do. Styles of
+peft and lightning need these packages.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _row(style: Style, folder: Path, null: bool) -> str:
         return f"{head} not simulated: {str(error).splitlines()[0]} | | |"
     try:
         real = real_peaks(style, folder, _MICRO_BATCH, on_device=null)
-    except RuntimeError as error:  # Triton compiles for devices that compute
+    except RuntimeError as error:  # for example, Triton cannot compile for the null CUDA
         lines = str(error).splitlines()[::-1]
         reason = next((line for line in lines if "Error" in line), lines[0] if lines else "")
         return f"{head} {peak / _MIB:.1f} | not run: {reason} | |"

@@ -1,18 +1,18 @@
-"""Recorded tables: what really came of every trial of a grid, and answers from it.
+"""Recorded tables: the real outcomes of all trials of a grid, and answers to others from them.
 
-A table is a file of JSON lines: a header (what was run, where, when, with what versions), then a
-row for each trial (while it is recorded, one of each pass). `Table.answer` gives the outcome of any
-configuration:
+A table is a file of JSON lines: a header (what ran, where, when, with which versions), then a row
+for each trial (during the recording, a row for each pass). `Table.answer` returns the outcome of
+any configuration:
 
-- Settings are mapped to the nearest recorded ones of the same strategy: by the distance of their
-  sizes, as a fraction of the recorded range, plus one for every other setting that differs.
+- Settings are mapped to the nearest recorded ones of the same strategy. Their distance is that of
+  their sizes, as a fraction of the recorded range, plus one for every other setting that differs.
 - Between two recorded micro batches that ran, times are interpolated so that throughput is linear
-  in the micro batch; durations are linear too.
+  in the micro batch; durations are linear, too.
 - Beyond the largest recorded micro batch that ran, a configuration is out of memory.
-- A bucket that alone takes more than a slot has is out of memory: contiguous gradients allocate it
-  whole, whatever the model (deepspeed 0.19.8, runtime/zero/stage_1_and_2.py:3266, stage3.py:782).
-- With more gradient accumulation than was recorded, what the forward and backward passes took is
-  multiplied, and the optimizer's step is not.
+- A bucket that alone exceeds a slot's memory is out of memory, as contiguous gradients allocate it
+  whole for any model (deepspeed 0.19.8, runtime/zero/stage_1_and_2.py:3266, stage3.py:782).
+- With more gradient accumulation than recorded, the times of the forward and backward passes are
+  multiplied, but not the optimizer's step.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from dsat.values.zero_strategy import of_config
 
 DATA = Path(__file__).parent / "data"
 SUFFIX = ".jsonl"
-START_STEP = 2  # the first one measured: there is no time to waste
-# Sizes that count for no more than the model has parameters.
+START_STEP = 2  # the first measured step: the second one, to save time
+# Sizes that are capped at the model's number of parameters.
 _AT_MOST_THE_MODEL = ("sub_group_size",)
 _OUT_OF_MEMORY = "beyond what was recorded to run"
 
 
 @dataclass(frozen=True)
 class Header(Recorded):
-    """What a table is of.
+    """What a table describes.
 
     Attributes:
-        name: of the table.
-        command: how the script is run, but for its DeepSpeed configuration.
-        ds_config: the user's own configuration, which settings are laid over.
-        slots: of every trial.
-        slot_memory_bytes: what a slot may use.
-        profile: what the profile trial found; it took `profile_duration_s`.
-        about: for people: machine, versions, date, the steps that were measured.
-        memory: what dsat predicts memory from (`dsat.memory.predictor.Basis`), simulated on
-            the same machine; None if it was not.
+        name: name of the table.
+        command: how the script is run, without its DeepSpeed configuration.
+        ds_config: the user's own configuration, which settings override.
+        slots: slots of every trial.
+        slot_memory_bytes: memory limit of a slot.
+        profile: result of the profile trial, which took `profile_duration_s`.
+        about: facts for people: machine, versions, date, measured steps.
+        memory: basis of dsat's memory predictions (`dsat.memory.predictor.Basis`), simulated on
+            the same machine; None if it was not simulated.
     """
 
     name: str
@@ -72,19 +72,19 @@ class Header(Recorded):
 
     @property
     def train_batch_size(self) -> int | None:
-        """The global batch that every trial has, if the user's configuration gives one."""
+        """The global batch of every trial, if the user's configuration sets one."""
         return self.ds_config.get("train_batch_size")
 
     @property
     def steps(self) -> list[int]:
-        """The first and the last optimizer step that every trial measured, and the most steps."""
+        """First and last optimizer step that every trial measured, and the most steps."""
         least, most = map(int, str(self.about["measured steps"]).split(" to "))
         return [START_STEP, START_STEP + least - 1, most]
 
 
 @dataclass(frozen=True)
 class Row(Recorded):
-    """One trial: settings as in a proposal (`stage` and keys of `zero_optimization`)."""
+    """One trial; `settings` are as in a proposal (`stage` and keys of `zero_optimization`)."""
 
     settings: Mapping[str, Any]
     micro_batch: int
@@ -92,25 +92,25 @@ class Row(Recorded):
 
 
 def of_pass(row: Row, number: int) -> dict[str, Any]:
-    """Return a row as it is recorded: several times if there are passes."""
+    """Return a row of a pass as the event that is recorded."""
     return {"event": "row", **row.to_json(), "pass": number}
 
 
 def pass_of(event: Mapping[str, Any]) -> int:
-    """Return the pass of a recorded row, from 1 on."""
+    """Return the pass of a recorded row, counted from 1."""
     return int(event.get("pass", 1))
 
 
 def fold(rows: Iterable[Row]) -> list[Row]:
-    """Return one row for each trial: the one whose throughput is the median of all passes.
+    """Return one row for each trial: the one with the median throughput of all passes.
 
-    The lower one of an even number. Out of memory counts as the least.
+    Of an even number of passes, this is the lower middle one. Out of memory counts as the least.
     """
     return [sorted(same, key=_throughput)[(len(same) - 1) // 2] for same in _passes(rows)]
 
 
 def _passes(rows: Iterable[Row]) -> Iterable[list[Row]]:
-    """Return the rows of each trial."""
+    """Return the rows of all passes, grouped by trial."""
     passes: dict[str, list[Row]] = {}
     for row in rows:
         which = json.dumps([row.settings, row.micro_batch], sort_keys=True)
@@ -123,7 +123,7 @@ def _throughput(row: Row) -> float:
 
 
 class Table:
-    """A recorded table, of trials that do not accumulate gradients."""
+    """A recorded table of trials without gradient accumulation."""
 
     def __init__(self, header: Header, rows: Iterable[Row]) -> None:
         self.header = header
@@ -142,11 +142,11 @@ class Table:
         return min(self._values(objective), key=objective.loss)
 
     def run_sd(self, outcome: Outcome) -> float:
-        """Return the standard deviation of a measured time, as a fraction of it."""
+        """Return the relative standard deviation of a measured time."""
         return 0.0 if outcome.metrics is None else outcome.metrics.standard_error
 
     def close_to_best(self, objective: Objective, part: float) -> int:
-        """Return how many recorded trials are as good as the best but for this part of it."""
+        """Return the number of recorded trials that are worse than the best by at most `part`."""
         best = self.best(objective)
         return sum(objective.gain(best, v) * (1 - part) <= 1 for v in self._values(objective))
 
@@ -155,7 +155,7 @@ class Table:
 
     @cached_property
     def choices(self) -> dict[str, list[Any]]:
-        """The values of each setting that were recorded; the default or the smallest first."""
+        """The recorded values of each setting, sorted; True comes first."""
         found: dict[str, set[Any]] = {}
         for row in self.rows:
             for name, value in row.settings.items():
@@ -168,17 +168,18 @@ class Table:
 
     @property
     def cap(self) -> int | None:
-        """The micro batch above which nothing was tried although it ran, if there is one."""
+        """The largest micro batch that ran, if larger ones might run too; None if all were out
+        of memory."""
         return None if all(curve.has_an_end for curve in self._curves) else self.largest_micro_batch
 
     @property
     def largest_micro_batch(self) -> int:
-        """The largest that ran with any settings."""
+        """The largest micro batch that ran with any settings."""
         return max(row.micro_batch for row in self.rows if row.outcome.ok)
 
     @property
     def profile_outcome(self) -> Outcome:
-        """The outcome of the profile trial, which used what one sample does in stage 0."""
+        """The outcome of the profile trial; its memory is that of one sample in stage 0."""
         row = next((r for r in self.rows if (r.settings, r.micro_batch) == ({"stage": 0}, 1)), None)
         return Outcome(
             OutcomeKind.OK,
@@ -188,14 +189,14 @@ class Table:
         )
 
     def config(self, settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]:
-        """Return the DeepSpeed configuration of settings and batch sizes."""
+        """Return the DeepSpeed configuration with these settings and batch sizes."""
         return ds_config.prepare_for_training(self.header.ds_config, overrides_for(settings, batch))
 
     def answer(self, config: Mapping[str, Any]) -> Outcome:
-        """Return the outcome of a trial of a whole DeepSpeed configuration.
+        """Return the outcome of a trial of a complete DeepSpeed configuration.
 
         Raises:
-            ValueError: nothing was recorded of its strategy.
+            ValueError: no trial of its strategy was recorded.
         """
         batch = ds_config.resolve_batch(config, self.header.slots, where="the configuration")
         strategy = of_config(config)
@@ -242,7 +243,7 @@ class Table:
 
 
 class _Curve:
-    """What came of each micro batch with the same settings."""
+    """The outcomes of all micro batches with the same settings."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.settings = rows[0].settings
@@ -254,7 +255,7 @@ class _Curve:
 
     @property
     def has_an_end(self) -> bool:
-        """Whether a larger micro batch than the largest that ran was out of memory."""
+        """Whether a micro batch ran out of memory."""
         return bool(self._failed)
 
     def answer(self, size: int) -> Outcome:
@@ -272,7 +273,7 @@ class _Curve:
 
 
 def _between(low: Outcome, high: Outcome, part: float, size: int) -> Outcome:
-    """Return what a micro batch between two others would have done."""
+    """Return the interpolated outcome of a micro batch between two recorded ones."""
     one, other = low.metrics, high.metrics
     assert one is not None and other is not None
 
@@ -315,7 +316,7 @@ def _memory_between(low: MemoryUse | None, high: MemoryUse | None, part: float) 
 
 
 def _accumulated(outcome: Outcome, metrics: Metrics, batch: BatchTriple, header: Header) -> Outcome:
-    """Return an outcome without accumulation as it is with that of a batch."""
+    """Return an outcome without accumulation, converted to the accumulation of a batch."""
     more_ms = (batch.gas - 1) * (metrics.latency - metrics.step)
     latency = metrics.latency + more_ms
     throughput = metrics.throughput * batch.gas * metrics.latency / latency
@@ -338,7 +339,7 @@ def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(path: Path) -> Table:
-    """Read a table, compressed or not, also one whose recording goes on."""
+    """Read a table, compressed or not; it may still be recorded."""
     header, rows = _read(path)
     return Table(header, fold(rows))
 
@@ -356,7 +357,11 @@ def read_all(folder: Path = DATA) -> list[Table]:
 
 
 def compress(path: Path) -> Path:
-    """Fold and compress a finished table, to the same bytes each time; return the new file."""
+    """Reduce a finished table to one row per trial and compress it, reproducibly to the byte.
+
+    Returns:
+        The path of the new file.
+    """
     target = path.with_name(path.name + ".gz")
     header, rows = _read(path)
     _write(target, header, fold(rows))
@@ -364,7 +369,7 @@ def compress(path: Path) -> Path:
 
 
 def with_memory(path: Path, memory: Mapping[str, Any]) -> None:
-    """Enter predictions of memory into the header of a finished table."""
+    """Add a basis of memory predictions to the header of a finished table."""
     table = read(path)
     _write(path, replace(table.header, memory=memory), table.rows)
 

@@ -1,12 +1,12 @@
-"""How long a two-rank, six-step trial of a tiny model takes from its launch to its outcome.
+"""Duration of a two-rank, six-step trial of a tiny model, from its launch to its outcome.
 
     python -m benchmarks.trial_start [--runs 7]
 
-Beside dsat's warm and cold trials: the same script as plain processes with environment variables,
-under torchrun and under the deepspeed launcher, each until its last process has ended. Where Slurm
-or Ray is installed, also warm trials with a rank on each of two nodes, all daemons on this machine.
-The kinds take turns, so that a slow spell of the machine meets all of them. DeepSpeed's operators
-are compiled before anything is counted. One more figure is what a run pays once: the warm-up.
+dsat's warm and cold trials are compared with the same script as plain processes, under torchrun and
+under the deepspeed launcher, each until its last process has ended. If Slurm or Ray is installed,
+there are also warm trials with a rank on each of two nodes, with all daemons on this machine. The
+kinds take turns, so that slow spells of the machine affect all alike. DeepSpeed's operators are
+compiled before anything is timed. The warm-up, which a run needs only once, is shown separately.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def clusters(folder: Path) -> Iterator[tuple[str, AbstractContextManager[Sequence[Host]]]]:
-    """Yield what is installed, by the name of its line."""
+    """Yield the installed clusters, by the name of their line in the output."""
     if not slurm.missing():
         yield "dsat, Slurm", slurm_nodes(folder / "slurm")
     if ray_cluster.is_installed():
@@ -92,7 +92,7 @@ def clusters(folder: Path) -> Iterator[tuple[str, AbstractContextManager[Sequenc
 
 @contextlib.contextmanager
 def slurm_nodes(folder: Path) -> Iterator[Sequence[Host]]:
-    """Give two nodes with a processor core each."""
+    """Yield two nodes with one CPU core each."""
     folder.mkdir()
     with slurm.running(folder, 2) as cluster, cluster.allocation(2) as variables:
         os.environ.update(variables)
@@ -102,7 +102,7 @@ def slurm_nodes(folder: Path) -> Iterator[Sequence[Host]]:
 
 @contextlib.contextmanager
 def ray_nodes() -> Iterator[Sequence[Host]]:
-    """Give two nodes with a processor core each."""
+    """Yield two nodes with one CPU core each."""
     with (
         ray_cluster.running(2) as cluster,
         hosts.acquire_hosts("ray", given={"ray_address": cluster.address}) as nodes,
@@ -114,7 +114,7 @@ def ray_nodes() -> Iterator[Sequence[Host]]:
 def dsat_trials(
     hosts: Sequence[Host], folder: Path, *, cold: bool = False
 ) -> Iterator[Callable[[], None]]:
-    """Give a function that runs the same trial again and again."""
+    """Yield a function that runs the same trial each time."""
     config = json.loads(PROGRAM.with_suffix(".json").read_text())
     options = TrialOptions(timeout_s=600.0, end_step=6, max_steps=4)
     command, count = ["python3", str(PROGRAM)], itertools.count(1)
@@ -135,7 +135,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def plain_python() -> None:
-    """Start each rank by itself."""
+    """Start each rank as a plain process, without a launcher."""
     port = str(20000 + os.getpid() % 10000)
     processes = []
     for rank in map(str, range(RANKS)):
@@ -149,7 +149,7 @@ def plain_python() -> None:
 
 
 def launched(launcher: Sequence[str]) -> None:
-    """Start the ranks by a launcher."""
+    """Start the ranks with a launcher."""
     env = environment(LOCAL_SIZE=str(RANKS))
     subprocess.run([*launcher, str(PROGRAM)], env=env, check=True, **_QUIET)
 

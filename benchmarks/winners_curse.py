@@ -1,16 +1,16 @@
-"""Is the gain that a run reports the gain that there is? Simulated, with the real tuner.
+"""Is the gain that a run reports the true gain? Simulated, with the real tuner.
 
     python -m benchmarks.winners_curse [--seeds 300] [--methods NAME ...] [--max-trials N]
 
-Fifty configurations are close to each other and every measurement is noisy, so that the best of a
-search is mostly the luckiest. A row is one kind of noise and one search, first what would be said
-without finals and then with them. The true speed of every configuration is known here, hence:
+Fifty configurations are close to each other and every measurement is noisy, so the best of a search
+is mostly the luckiest. A row is one kind of noise and one search: first the report without finals,
+then with them. The true speed of every configuration is known here, hence:
 
-- gain: of the recommended configuration over the user's own; 1 if their own is recommended.
-- bias: of what is reported, in percentage points; "of claims": where a gain is reported.
+- gain: of the recommended configuration over the user's own; 1 if the user's own is recommended.
+- bias: of the reported gain, in percentage points; "of claims": only where a gain is reported.
 - worse: how often something slower than the user's own is recommended.
-- covered: how often the true ratio lies in the 95 % interval, whether or not it is significant.
-- cost: of the finals, in trials and as a part of the search's time, in the median.
+- covered: how often the 95 % interval contains the true ratio, significant or not.
+- cost: of the finals, in trials (mean) and as a part of the search's time (median).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "random": {"trials_per_config": 1},
     "model": {},
 }
-# Of a trial, in virtual seconds: its start, and each of its steps.
+# Virtual seconds of a trial: its start, and each step.
 START_S, STEP_S = 3.0, 0.1
 WARM_UP, LEAST_STEPS, MOST_STEPS, TARGET = 2, 5, 20, 0.02
 MOST_BIAS, MOST_WORSE, LEAST_COVERED, MOST_COST = 0.01, 0.05, 0.93, 0.30
@@ -54,16 +54,16 @@ MOST_BIAS, MOST_WORSE, LEAST_COVERED, MOST_COST = 0.01, 0.05, 0.93, 0.30
 
 @dataclass(frozen=True)
 class World:
-    """Configurations and noise; all noise is relative, its size a standard deviation.
+    """Configurations and noise; all noise is relative, and its size a standard deviation.
 
     Attributes:
         spread: speeds are uniform between 1 and 1 + this.
-        step, run: of each step, and of each run as a whole.
-        lift: by what all but the user's own are faster.
-        drift: by what the machine slows down during the run.
-        wander: of the machine's speed from trial to trial, which a trial inherits by 0.8.
+        step, run: noise of each step, and of each run as a whole.
+        lift: factor by which all configurations but the user's own are faster.
+        drift: by how much the machine slows down during the run.
+        wander: noise of the machine's speed between trials; a trial inherits 0.8 of the last.
         outliers: part of the runs that another job slows down.
-        by: by what these are slower.
+        by: by how much these runs are slower.
     """
 
     name: str
@@ -102,16 +102,16 @@ WORLDS = (
 
 @dataclass(frozen=True)
 class Result:
-    """What one run said and what was true.
+    """The report of one run, and the truth.
 
     Attributes:
-        reported: the gain of what is recommended.
-        true: that gain.
-        claimed: whether it recommends another configuration than the user's own.
-        reported_by_search, true_of_search: what it would have said without finals, and that gain.
-        covered: whether the true ratio is in the interval; None without one.
-        trials: of the finals.
-        cost: their time, as a part of the search's.
+        reported: the reported gain of the recommendation.
+        true: its true gain.
+        claimed: whether another configuration than the user's own is recommended.
+        reported_by_search, true_of_search: the same gains without finals.
+        covered: whether the interval contains the true ratio; None without an interval.
+        trials: number of trials of the finals.
+        cost: time of the finals, as a part of the search's time.
     """
 
     reported: float
@@ -142,7 +142,7 @@ class Machine:
         return self._speeds[int(zero.get("reduce_bucket_size", BUCKETS[0]))]
 
     def outcome(self, trial: Trial) -> Outcome:
-        """Return what comes of a trial."""
+        """Return the outcome of a trial, with noise."""
         world, normal = self._world, self._rng.normal
         self._trials += 1
         self._wander = 0.8 * self._wander + 0.6 * world.wander * normal()
@@ -160,7 +160,7 @@ class Machine:
 
 
 def _measure(steps: Any, to_beat_s: float | None) -> tuple[float, float, int]:
-    """Return mean, relative 95 % interval and number of the steps that a meter would take."""
+    """Return mean, relative 95 % half-width and number of steps, measured as a meter would."""
     count = LEAST_STEPS
     while True:
         taken = steps[:count]
@@ -176,7 +176,7 @@ def search(method: str, world: World, seed: int, **changes: Any) -> Result:
     """Run the real tuner once.
 
     Args:
-        changes: of the plan.
+        changes: changed fields of the plan.
     """
     machine = Machine(world, seed)
     zero = {"stage": 1, "reduce_bucket_size": BUCKETS[0], "contiguous_gradients": True}
@@ -263,7 +263,7 @@ class Row:
         return self.cost <= MOST_COST and all(demand.meets(self) for demand in DEMANDS)
 
     def cells(self) -> list[str]:
-        """Return the row of a table for people; see `HEADINGS`."""
+        """Return a table row for people; see `HEADINGS`."""
         return [
             self.world,
             self.method,
@@ -289,7 +289,7 @@ HEADINGS = (
 
 
 def two_errors(share: float, count: int) -> float:
-    """Return two standard errors of a share of so many runs."""
+    """Return two standard errors of a share of `count` runs."""
     return 2 * math.sqrt(share * (1 - share) / count)
 
 
@@ -304,7 +304,7 @@ def _points(value: float | None) -> str:
 def run_rows(
     seeds: int, worlds: Sequence[World], methods: Sequence[str], max_trials: int = MOST_TRIALS
 ) -> Iterator[Row]:
-    """Yield all rows, each from all cores."""
+    """Yield all rows; all cores compute each row."""
     task = functools.partial(search, max_trials=max_trials)
     with multiprocessing.get_context("fork").Pool() as pool:
         for world, method in itertools.product(worlds, methods):
@@ -315,7 +315,7 @@ def run_rows(
 
 @dataclass(frozen=True)
 class Demand:
-    """What is demanded of every row, as far as its runs can tell (two standard errors)."""
+    """A requirement on every row, tested within two standard errors of its runs."""
 
     text: str
     badness: Callable[[Row], float]
@@ -323,7 +323,7 @@ class Demand:
     meets: Callable[[Row], bool]
 
     def bar(self, rows: Sequence[Row]) -> Bar:
-        """Return the bar on rows: told are the worst, and those that miss it."""
+        """Return the target as a bar, which names the worst row and all rows that miss it."""
         missed = [row for row in rows if not self.meets(row)]
         told = dict.fromkeys(
             f"{row.world}, {row.method}: {self.say(row)} of {len(row.results)} runs"
@@ -359,7 +359,7 @@ DEMANDS = (
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
-    """Return the bars; each holds only if it does in every row."""
+    """Return the targets; each is met only if every row meets it."""
     return [demand.bar(rows) for demand in DEMANDS] if rows else []
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def counting_library(folder: Path) -> Path:
-    """Compiles what counts the allocator's blocks."""
+    """Compile `heap.c`, which counts the blocks that torch's CPU allocator holds."""
     library = folder / "heap.so"
     command = ["cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(FOLDER / "heap.c"), "-ldl"]
     subprocess.run(command, check=True)
@@ -26,10 +26,10 @@ def counting_library(folder: Path) -> Path:
 
 
 def real_peaks(library: Path, model: str, config: Mapping[str, Any], slots: int) -> dict[str, int]:
-    """Peak bytes of a rank by phase, the largest of all ranks, for a model of `programs/memory`.
+    """Train a model of `programs/memory`; return its peak bytes by phase, the maximum of all ranks.
 
     Raises:
-        RuntimeError: the run failed; with the end of its log.
+        RuntimeError: the run failed; the message is the end of its log.
     """
     environment = environment_of_a_rank(
         WORLD_SIZE=str(slots), LOCAL_SIZE=str(slots), OMP_NUM_THREADS="1", LD_PRELOAD=str(library)
@@ -44,10 +44,13 @@ def real_peaks(library: Path, model: str, config: Mapping[str, Any], slots: int)
 def measured(
     words: Sequence[str], folder: Path, environment: Mapping[str, str], slots: int = 1
 ) -> dict[str, int]:
-    """Peak bytes of a rank of a script by phase, the largest of all ranks.
+    """Run a script on `slots` ranks; return its peak bytes by phase, the maximum of all ranks.
+
+    Args:
+        words: the script and its arguments.
 
     Raises:
-        RuntimeError: the run failed; with the end of its log.
+        RuntimeError: the run failed; the message is the end of its log.
     """
     ranks = [
         subprocess.Popen(
@@ -79,7 +82,7 @@ def measured(
 
 
 def _remove_buffers(port: str) -> None:
-    """DeepSpeed leaves its shared memory behind."""
+    """Unlink the shared memory that DeepSpeed's CPU backend leaves behind."""
     for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
         os.unlink(path)
 
@@ -97,8 +100,12 @@ def configuration(
     torch_adam: bool = False,
     low_state: bool = False,
 ) -> dict[str, Any]:
-    """A DeepSpeed configuration; `offload` names `optimizer`, or `optimizer param`; `low_state` has
-    master weights, gradients and moments in bf16."""
+    """Build a DeepSpeed configuration.
+
+    Args:
+        offload: `optimizer`, `optimizer param`, or empty.
+        low_state: keep master weights, gradients and moments in bf16.
+    """
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": bucket}
     for section in offload.split():
         zero[f"offload_{section}"] = {"device": "cpu"}

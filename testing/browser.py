@@ -1,4 +1,4 @@
-"""A real browser for tests: headless Chromium, driven through its own driver."""
+"""A real browser for tests: headless Chromium, driven by Selenium."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from selenium.webdriver.chrome.service import Service
 
 @contextlib.contextmanager
 def chromium() -> Iterator[Any]:
-    """A browser session."""
+    """Start a browser session; end it on exit."""
     programs = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
     missing = [name for name, path in programs.items() if path is None]
     assert not missing, f"{missing} missing: apt-get install chromium chromium-driver"
@@ -34,19 +34,20 @@ def chromium() -> Iterator[Any]:
 
 
 def requests_of(browser: Any) -> list[str]:
-    """The addresses that a page asked for since this was last called."""
+    """Return the URLs that the browser requested since the last call."""
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     sent = [m["params"] for m in messages if m["method"] == "Network.requestWillBeSent"]
     return [params["request"]["url"] for params in sent]
 
 
 def errors_of(browser: Any) -> list[str]:
-    """Return the errors on the console."""
+    """Return the errors in the browser's console since the last call."""
     return [e["message"] for e in browser.get_log("browser") if e["level"] == "SEVERE"]
 
 
 def barriers_of(browser: Any) -> list[tuple[str, list[str]]]:
-    """Return the accessibility errors that axe-core finds: the rule, and some of the elements."""
+    """Return the accessibility violations that axe-core reports: each rule with up to 3
+    elements."""
     axe = Path(axe_core_python.__file__).parent / "axe.min.js"
     browser.execute_script(axe.read_text(encoding="utf-8"))
     found = browser.execute_async_script(

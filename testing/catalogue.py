@@ -1,6 +1,6 @@
-"""Training scripts, what their users type to start them, and what must become of it.
+"""Training scripts, the commands that start them, and the result that dsat must reach.
 
-`SCRIPTS` are tuned by `testing/tuned_scripts.py`, `tests/end_to_end` and `make real-scripts`;
+`SCRIPTS` are tuned by `testing/tuned_scripts.py`, `tests/end_to_end` and `make real-scripts`.
 `STYLES` are simulated and measured by `testing/styles.py` and `python -m benchmarks.styles`.
 """
 
@@ -20,10 +20,10 @@ ROOT = Path(__file__).parents[1]
 PROGRAMS = Path(__file__).parent / "programs"
 _REAL = ROOT / "benchmarks" / "programs" / "real"
 
-# Where a script is tuned: in `make test`, in `make nightly`, or by these targets of the Makefile.
+# Suites that tune a script: `make test`, `make nightly`, and two further targets of the Makefile.
 SLOW, NIGHTLY, FRAMEWORKS, REAL = "slow", "nightly", "frameworks", "real-scripts"
 
-SRUN = "srun"  # in a job of Slurm's own daemons, if they are installed
+SRUN = "srun"  # in a Slurm job on this machine, if Slurm is installed
 _PLUGIN, _FILE = "accelerate's plugin", "accelerate with a file"
 _ACCELERATE = "accelerate launch --config_file {} --num_processes {{ranks}} {{script}}"
 _TORCHRUN = "torchrun --standalone --nproc_per_node {ranks} {script}"
@@ -44,8 +44,8 @@ class Failure:
     """How a command must fail.
 
     Attributes:
-        status: of the command.
-        words: in what it prints: kind and place of the error, and the user's own words.
+        status: the exit status of the command.
+        words: parts of its output: kind and place of the error, and the script's own message.
     """
 
     status: int
@@ -54,29 +54,29 @@ class Failure:
 
 @dataclass(frozen=True)
 class Script:
-    """A script as its users start it.
+    """A training script and the ways in which users start it.
 
     Attributes:
-        name: for people.
-        words: script and flags.
-        folder: that is copied; none for a script of `files` alone.
-        files: more files of that folder, by name.
-        config: flags that name DeepSpeed's configuration, which `accelerate launch` replaces.
-        launchers: of `LAUNCHERS`.
-        most_ranks: with which it trains on processor cores; `python` starts one.
-        suites: where it is tuned.
-        options: of dsat, beyond those of all.
-        command: the framework's own, in place of `python`.
-        needs: a package that is not in every environment.
-        packages: of `PACKAGES`, installed beside the environment; in whose folder the script is.
-        make: words that start a script of the folder which makes models and data.
-        prepares: patterns of what the script itself makes before its training begins.
-        own_file: that the command names, and of which a search writes a changed copy.
-        batch_key: of the micro batch in it.
-        variables: that the command lacks on a machine without a GPU.
-        says: a pattern of what a search says.
-        method: of the search.
-        fails: None if it is tuned.
+        name: a title for people.
+        words: the script and its flags.
+        folder: a folder that is copied for each search; None if `files` is all that is needed.
+        files: further files of that folder: text by name.
+        config: flags that name DeepSpeed's configuration; `accelerate launch` replaces them.
+        launchers: keys of `LAUNCHERS`.
+        most_ranks: the most ranks with which it trains on CPU cores; `python` starts one.
+        suites: the suites that tune it.
+        options: options of dsat, in addition to those of all scripts.
+        command: a command of the framework, used in place of `python`.
+        needs: a package that is missing in some environments.
+        packages: a key of `PACKAGES`, the installation that holds the script.
+        make: a script of the folder, with arguments, that makes models and data.
+        prepares: patterns of files that the script writes before its training begins.
+        own_file: a file that the command names; the search writes changed copies of it.
+        batch_key: the key of the micro batch in `own_file`.
+        variables: variables that the command needs on a machine without a GPU.
+        says: a pattern that the search's output must match.
+        method: the search method.
+        fails: the expected failure; None if tuning succeeds.
     """
 
     name: str
@@ -101,12 +101,12 @@ class Script:
     fails: Failure | None = None
 
     def can_start(self, launcher: str, ranks: int) -> bool:
-        """Tell if anybody starts such a script so, and it can train on processor cores."""
+        """Return whether a launcher can start this script with `ranks` ranks on CPU cores."""
         is_alone = launcher == "python" and not self.command
         return launcher in self.launchers and ranks <= (1 if is_alone else self.most_ranks)
 
     def typed(self, launcher: str, ranks: int, packages: Path = Path()) -> list[str]:
-        """Return the words of a command."""
+        """Return the command of a launcher, split into words."""
         if launcher == "python" and self.command:
             return shlex.split(self.command.format(ranks=ranks))
         script = f"{packages / self.words if self.packages else self.words}"
@@ -146,7 +146,7 @@ _FRAMEWORKS = (
         "on_lightning.py --batch-size 2",
         needs="lightning",
         launchers=_WITHOUT_ACCELERATE,
-        most_ranks=1,  # its ranks have devices of different numbers, which torch's processor lacks
+        most_ranks=1,  # its ranks select devices by number, but torch has a single CPU device
         options="--arg-mapping train_micro_batch_size_per_gpu=--batch-size",
     ),
     Script(
@@ -158,8 +158,8 @@ _FRAMEWORKS = (
         own_file="trl.yaml",
         **_OF_FILE,
     ),
-    # Its file names a DeepSpeed configuration, which accelerate refuses beside its plugin's, and is
-    # the first argument, where `deepspeed` puts its own.
+    # Two launchers cannot start it: accelerate's plugin rejects a file that names another DeepSpeed
+    # configuration, and `deepspeed` inserts an argument before the file, which must come first.
     Script(
         "LLaMA-Factory",
         "llamafactory/launcher.py llamafactory.yaml",
@@ -174,7 +174,7 @@ _FRAMEWORKS = (
         "axolotl/cli/train.py axolotl.yaml",
         command="axolotl train axolotl.yaml --launcher torchrun -- --nproc_per_node={ranks}",
         launchers=tuple(name for name in LAUNCHERS if name != _PLUGIN),
-        most_ranks=1,  # it asks CUDA for its devices where there are two
+        most_ranks=1,  # with two ranks, it queries CUDA devices
         packages="Axolotl",
         own_file="axolotl.yaml",
         batch_key="micro_batch_size",
@@ -202,7 +202,7 @@ def _real(name: str, command: str, *prepares: str, **more: Any) -> Script:
 _REAL_TRAINER = "--output_dir out --report_to none --deepspeed auto.json"
 _CLM = f"deepspeed trainer.py {_REAL_TRAINER} --{_BATCH} 2"
 _REAL_SCRIPTS = (
-    # Its configuration sets the global batch, to 16: others have smaller micro batches.
+    # Its configuration fixes the global batch at 16, so micro batches stay small.
     _real("cifar", "deepspeed cifar.py --deepspeed", options="--max-micro-batch 8 --slots 1"),
     _real("glue", f"python3 glue.py {_REAL_TRAINER} --{_BATCH} 8", "out"),
     _real("clm", _CLM, "out", folder=PROGRAMS / "frameworks"),
@@ -219,7 +219,7 @@ _REAL_SCRIPTS = (
     ),
 )
 
-_FILES = (  # in tests of their own
+_FILES = (  # scripts with separate tests
     Script(
         "checkpoints and trackers",
         "train.py",
@@ -272,7 +272,7 @@ _FAILING = (
         status=2,
         suite=SLOW,
     ),
-    # DeepSpeed asks MPI where no launcher says who a rank is; so would the printed command.
+    # Without a launcher, DeepSpeed looks for MPI; so would the command that dsat prints.
     _fails(
         "a command without its launcher",
         f"{_IMPORTS}net = Linear(8, 8)\n{_BEGINS}",
@@ -290,7 +290,8 @@ SCRIPTS: Mapping[str, Script] = {
 
 
 def of_suite(suite: str, *, failing: bool = False) -> list[Script]:
-    """Return the scripts that a suite tunes, or those that fail in it."""
+    """Return the scripts of a suite: those that it tunes, or with `failing` those that must
+    fail."""
     scripts = (s for s in SCRIPTS.values() if suite in s.suites)
     return [s for s in scripts if (s.fails is not None) is failing]
 
@@ -309,18 +310,18 @@ _OWN_OPTIMIZER: Mapping[str, Any] = {**_BF16, "zero_allow_untested_optimizer": T
 
 @dataclass(frozen=True)
 class Style:
-    """A way to write a script, whose memory is simulated and measured on one rank.
+    """A way to write a training script; its memory is simulated and measured on one rank.
 
     Attributes:
-        name: for people.
-        script: with its flags; `{config}` and `{size}` stand for configuration and micro batch.
-        variant: of a script whose flags name no configuration.
-        folder: of the script.
-        stage: of ZeRO.
-        settings: of the DeepSpeed configuration, beyond batch, stage and optimizer.
-        needs: a package that is not in every environment.
-        own_optimizer: the script makes it, so the configuration names none.
-        on_cpu: DeepSpeed trains it on a CPU too; otherwise a real run takes the null CUDA.
+        name: a title for people.
+        script: the script and its flags, with placeholders `{config}` and `{size}` (micro batch).
+        variant: value of `--variant`, for a script without the placeholder `{config}`.
+        folder: the folder of the script.
+        stage: the ZeRO stage.
+        settings: DeepSpeed settings in addition to batch, stage and optimizer.
+        needs: a package that is missing in some environments.
+        own_optimizer: the script makes the optimizer, so the configuration names none.
+        on_cpu: DeepSpeed also trains it on a CPU; otherwise the real run uses the null CUDA.
     """
 
     name: str

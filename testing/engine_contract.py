@@ -1,4 +1,4 @@
-"""Contract of every engine, as tests that each engine's own test class inherits."""
+"""Contract of every engine: tests that the test class of an engine inherits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsat.values.trial import BatchTriple, Trial, TrialKind
 
 
 class Behaviour(str, enum.Enum):
-    """Behaviour of a trial of the contract."""
+    """What a trial of the contract does."""
 
     RUNS = "runs"
     EXHAUSTS_MEMORY = "exhausts memory"
@@ -26,10 +26,10 @@ class EngineContract(abc.ABC):
     """Inherit this in a class that pytest collects, and implement `make`.
 
     Attributes:
-        patience_s: the longest that a trial which does not hang may take.
-        slots_per_trial: of every trial of the engines made.
-        trials_at_once: most that the engine runs at the same time; 1 or 2.
-        first_id: added to the trial ids of a test, so that several can share an engine.
+        patience_s: the longest duration of a trial that does not hang.
+        slots_per_trial: slots of each trial, in all engines that `make` returns.
+        trials_at_once: the most trials that the engine runs at the same time; 1 or 2.
+        first_id: added to the trial ids of a test, so that several tests can share an engine.
     """
 
     patience_s = 600.0
@@ -39,10 +39,10 @@ class EngineContract(abc.ABC):
 
     @abc.abstractmethod
     def make(self, num_slots: int) -> Engine:
-        """An engine that runs what `trial` returns."""
+        """Make an engine that can run the trials of `trial`."""
 
     def trial(self, trial_id: int, behaviour: Behaviour = Behaviour.RUNS) -> Trial:
-        """A trial that behaves so; an engine finds the behaviour in `overrides`."""
+        """Make a trial with this behaviour, which its `overrides` state."""
         return Trial(
             id=self.first_id + trial_id,
             kind=TrialKind.SEARCH,
@@ -60,12 +60,12 @@ class EngineContract(abc.ABC):
         engine.close()
 
     def fill(self, engine: Engine) -> None:
-        """Launch as many trials that hang as the engine has room for."""
+        """Launch hanging trials until the engine has no room for another."""
         for number in range(1, self.trials_at_once + 1):
             engine.launch(self.trial(number, Behaviour.HANGS))
 
     def ended(self, engine: Engine, count: int) -> list[tuple[int, Outcome]]:
-        """The next `count` outcomes, in the order in which they are told."""
+        """Return the next `count` outcomes, in the order in which `poll` reports them."""
         told: list[tuple[int, Outcome]] = []
         for _ in range(count):
             told += engine.poll(self.patience_s)
@@ -98,9 +98,9 @@ class EngineContract(abc.ABC):
 
     def test_gives_the_slots_of_a_trial_that_ended_to_others(self, engine: Engine) -> None:
         if self.trials_at_once > 1:
-            engine.launch(self.trial(1, Behaviour.HANGS))  # goes on beside all others
+            engine.launch(self.trial(1, Behaviour.HANGS))  # runs during all others
         told = []
-        for trial_id in (2, 3):  # one that failed here might be run again, alone
+        for trial_id in (2, 3):  # successful ones: a failed trial might run again, alone
             engine.launch(self.trial(trial_id))
             told += [ended for ended, _ in self.ended(engine, 1)]
         assert told == [2, 3]

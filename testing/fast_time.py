@@ -1,6 +1,6 @@
-"""Time that runs fast, and what forked programs need; for the fork server of `testing.forked` only.
+"""Make time run fast and import programs in advance, in the fork server of `testing.forked` only.
 
-It has to be imported before dsat, where the clocks are the defaults of arguments.
+Import this before dsat, which binds the clocks as default arguments.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from pathlib import Path
 from testing.forked import AHEAD
 
 CLOCK = 100.0
-pauses = 10.0  # by how much pauses are shortened
+pauses = 10.0  # divisor of the duration of each sleep
 
 _monotonic, _sleep, _time = time.monotonic, time.sleep, time.time
 time.monotonic = lambda: CLOCK * _monotonic()
@@ -32,7 +32,7 @@ with warnings.catch_warnings():
         "determined.exec.prep_container",
         "determined.experimental",
         "determined.searcher",
-        "pytest",  # of the main module, which a fork imports too
+        "pytest",  # imported by the main module, which each fork imports too
         "dsat.cli.commands",
         "dsat.cli.main",
         "dsat.determined_cluster.runner",
@@ -40,7 +40,7 @@ with warnings.catch_warnings():
     ):
         importlib.import_module(name)
 
-# Nobody cuts the power of a test.
+# A test needs no protection from a power failure.
 os.fsync = lambda fd: None
-# A fork has dsat already: a context without its files is enough, and is sent in half the time.
+# Forks have dsat already. Uploading an experiment without dsat's files takes half the time.
 vars(importlib.import_module("dsat.determined_cluster.upload"))["_package"] = dict

@@ -1,4 +1,4 @@
-"""The user's own command as it is run first: what it shows of its ranks."""
+"""The first run of a user's own command, which shows how the command starts its ranks."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from testing.local import PATIENCE_S, processes_of
 
 
 class Begun:
-    """A command that was started, and runs up to its training or further."""
+    """A user's command after its start; it runs at least up to its training."""
 
     def __init__(self, run: OwnCommand, command: Sequence[str]) -> None:
         self._run, self._command = run, command
 
     @property
     def env(self) -> dict[str, str]:
-        """Variables by which what belongs to the command is known."""
+        """Variables that mark all processes of the command."""
         return self._run.env
 
     def program(self) -> Entrypoint:
-        """Wait for its ranks; return what they run.
+        """Wait for the command's ranks; return the program that they run.
 
         Raises:
-            DsatError: it starts none, or none that can be tuned.
+            DsatError: the command starts no ranks, or none that can be tuned.
         """
         cores = os.sched_getaffinity(0)
         return recorded_start.recognise_program(
@@ -38,11 +38,11 @@ class Begun:
         )
 
     def ranks(self) -> list[tuple[int, int]]:
-        """Wait for its ranks; return the number of each, and how many each sees."""
+        """Wait for the command's ranks; return rank number and world size of each."""
         return sorted((rank.rank, rank.size) for rank in self._run.ranks())
 
     def does(self, activity: str) -> None:
-        """Say what a rank of it does, as that would."""
+        """Report an activity on behalf of a rank."""
         Progress(self._run.folder).set_activity(activity)
 
 
@@ -55,11 +55,11 @@ def begun(
     trains: bool = False,
     ranks: int | None = None,
 ) -> Iterator[Begun]:
-    """A user's command in its folder; nothing of it is left afterwards.
+    """Start a user's command in its folder; on exit, check that no process and no file remains.
 
     Args:
-        trains: it goes on behind `deepspeed.initialize`, and is measured.
-        ranks: so many processes of the command; None for one that starts its ranks itself.
+        trains: run past `deepspeed.initialize`, and measure the training.
+        ranks: number of processes of the command to start; None if the command starts its ranks.
     """
     options = TrialOptions(timeout_s=timeout_s)
     run = OwnCommand(command, place, options, measures=trains, ranks=ranks)
@@ -71,6 +71,6 @@ def begun(
 
 
 def seen(place: Path, *command: str, trains: bool = False) -> Entrypoint:
-    """What a command's ranks are seen to run."""
+    """Run a command up to its training; return the program that its ranks run."""
     with begun(command, place, trains=trains) as started:
         return started.program()

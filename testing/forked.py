@@ -1,7 +1,7 @@
-"""Programs in processes forked from one that has imported them, and in which time runs fast.
+"""Processes forked from one that has imported dsat and Determined; time runs fast in them.
 
-A fork takes a hundredth of a second where the imports of dsat and Determined take two. The fork
-server of `multiprocessing` is a process of its own: nothing of the test's own process is in a fork.
+A fork takes 0.01 s, while the imports of dsat and Determined take 2 s. The fork server of
+`multiprocessing` is a separate process, so forks inherit nothing from the test's process.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from typing import IO
 
 from dsat.engines.agent.rank_process import PR_SET_PDEATHSIG, prctl
 
-# Variable with a file of the seconds by which the machine's clock is ahead.
+# Variable that names a file; the file holds the seconds by which `time.time` is ahead.
 AHEAD = "DSAT_TEST_AHEAD_FILE"
 _ROOT = str(Path(__file__).parents[1])
 _FORKS = multiprocessing.get_context("forkserver")
 
 
 class Forked:
-    """A process with the interface of `subprocess.Popen`, as far as it is needed.
+    """A forked process with the part of `subprocess.Popen`'s interface that tests need.
 
     Args:
-        target, args: what the process does; both can be pickled.
-        environment: all of its variables.
+        target, args: the function to call, and its arguments; both must be picklable.
+        environment: all variables of the process.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Forked:
         return self._process.exitcode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Return what it has printed, when it has ended."""
+        """Wait for the end; return what the process printed to stdout and stderr."""
         if not self._readers:
             for name in ("stdout", "stderr"):
                 self._readers.append(threading.Thread(target=self._read, args=(name,), daemon=True))
@@ -91,18 +91,18 @@ class Forked:
 
 
 def run_module(module: str, *words: str) -> None:
-    """Do what `python3 -m module words` does."""
+    """Run a module in this process, like `python3 -m module words`."""
     sys.argv = [module, *words]
-    sys.modules.pop(module, None)  # a module that was imported before would run with a warning
+    sys.modules.pop(module, None)  # runpy warns about a module that is already imported
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _ensure_server() -> None:
-    """Start the fork server, once in each process that runs tests."""
+    """Start the fork server unless it runs; each process that runs tests has one."""
     multiprocessing.set_forkserver_preload(["testing.fast_time"])
     with_root = os.pathsep.join([_ROOT, *filter(None, [os.environ.get("PYTHONPATH")])])
     before = dict(os.environ)
-    os.environ["PYTHONPATH"] = with_root  # a test may have gone to another folder
+    os.environ["PYTHONPATH"] = with_root  # a test may have changed the working directory
     try:
         forkserver.ensure_running()
     finally:

@@ -2,8 +2,8 @@
 
     python -m testing.gradients [CASE ...]
 
-Tiny models train for two optimizer steps of SGD in each ZeRO stage, precision and accumulation. The
-norm of the gradients is taken twice: as the engine says it, and from how far the weights moved.
+Tiny models train for two optimizer steps of SGD, with each ZeRO stage, precision and accumulation.
+The gradient norm is computed twice: by the engine, and from the change of the weights.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from dsat.values import hazards
 
 RANKS, STEPS, ROWS, LR = 2, 2, 4, 2.0
 WIDTH = 16
-CLIPPED = 0.05  # a norm below those of all gradients here
+CLIPPED = 0.05  # clips in every case: all gradients here have larger norms
 _LIMIT_S = 300.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training.
+    """One training.
 
     Attributes:
-        stage, gas, precision: of the configuration; precision is fp32 or bf16.
+        stage, gas, precision: ZeRO stage, accumulation steps, and `fp32` or `bf16`.
         is_shared: the model calls one of its modules twice in a forward pass.
-        settings: further ones of the configuration.
+        settings: further DeepSpeed settings.
     """
 
     stage: int
@@ -77,7 +77,7 @@ _ON_HOST = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 
 
 def cases() -> Iterator[Case]:
-    """Yield all trainings."""
+    """Yield all trainings to compare."""
     for precision in ("fp32", "bf16"):
         for stage in range(4):
             yield from (Case(stage, gas, precision) for gas in (1, 4))
@@ -90,7 +90,11 @@ def cases() -> Iterator[Case]:
 
 
 def train_all(trained: Sequence[Case], folder: Path) -> dict[str, dict[str, Any]]:
-    """Train on all ranks; returns `norms`, `moved` and `losses` by step, or `error`, by case."""
+    """Train all cases on `RANKS` ranks.
+
+    Returns:
+        By case name: lists `norms`, `moved` and `losses` with one value per step, or `error`.
+    """
     context = multiprocessing.get_context("fork")
     ranks = [context.Process(target=_rank, args=(r, trained, folder)) for r in range(RANKS)]
     for rank in ranks:
@@ -195,7 +199,7 @@ def _data(step: int, micro: int, rank: int) -> Any:
 
 
 def expected(case: Case) -> list[float]:
-    """Return the gradient norms of the same training in plain torch, in fp32."""
+    """Return the gradient norm of each step of the same training in plain torch, in fp32."""
     import torch
 
     model = _model(case.is_shared)
@@ -213,12 +217,12 @@ def expected(case: Case) -> list[float]:
 
 
 def faults(case: Case, seen: Mapping[str, Any], right: Sequence[float]) -> list[str]:
-    """Return what is wrong with the gradients of a training; empty if nothing is."""
+    """Return descriptions of the wrong gradients of a training; empty if all are right."""
     if "error" in seen:
         return [seen["error"]]
     moves = min(right[0], case.config["gradient_clipping"] or right[0])
     first = [("norm", seen["norms"][0], right[0], 0.03)]
-    if case.stage < 3:  # where weights are whole; there the norm of the second step tells
+    if case.stage < 3:  # stage 3 partitions them; the norm of step 2 shows a wrong update
         first.append(("moved", seen["moved"][0], moves, 0.1))
     found = [
         f"{what} {value:.3g} for {wanted:.3g}"
@@ -232,7 +236,7 @@ def faults(case: Case, seen: Mapping[str, Any], right: Sequence[float]) -> list[
 
 
 def known_faults(case: Case, version: str) -> list[hazards.Hazard]:
-    """Return the faults that the table has for a training."""
+    """Return the faults that dsat's table of hazards lists for a training."""
     training = hazards.Training(
         case.config, case.stage, case.precision, case.gas, RANKS, on_cpu=True
     )
@@ -240,14 +244,17 @@ def known_faults(case: Case, version: str) -> list[hazards.Hazard]:
 
 
 def is_as_known(case: Case, version: str, *, is_wrong: bool) -> bool:
-    """Return whether the table agrees; not every model of two towers meets its fault."""
+    """Return whether the table of hazards predicts the result of a training.
+
+    A fault that needs a model of two towers may or may not appear in a case with `is_shared`.
+    """
     known = known_faults(case, version)
     certain = [h for h in known if "towers" not in h.unseen]
     return bool(certain) == is_wrong or (is_wrong and case.is_shared and bool(known))
 
 
 def main(names: Sequence[str]) -> int:
-    """Print a table; 1 if the table of hazards says otherwise."""
+    """Print each result; return 1 if one differs from the table of hazards."""
     import deepspeed
     import torch
 

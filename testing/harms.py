@@ -1,4 +1,4 @@
-"""Harm to a process of the command line, for `testing.scenarios.Harm.before`."""
+"""Ways to harm a process of the command line, for `testing.scenarios.Harm.before`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ _CALLS = ("open", "write", "fsync", "replace", "mkdir", "ftruncate", "unlink", "
 
 
 def open_few_files(count: int = 16) -> None:
-    """Let this process have few open files, none of which are the tests' own."""
+    """Close this process's files, and limit it to `count` open files."""
     os.closerange(3, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     resource.setrlimit(resource.RLIMIT_NOFILE, (count, count))
 
 
 def fail_writing(after: int, code: int, *, for_ever: bool) -> None:
-    """Fail the `after`-th writing call of `os` with an error number.
+    """Make the `after`-th writing call of `os` fail with an error number.
 
     Args:
         after: counted from 1.
-        code: such as `errno.ENOSPC`.
-        for_ever: all later calls fail too.
+        code: an error number, such as `errno.ENOSPC`.
+        for_ever: make all later calls fail too.
     """
 
     def fail(number: int, args: tuple[Any, ...]) -> None:
@@ -35,7 +35,7 @@ def fail_writing(after: int, code: int, *, for_ever: bool) -> None:
 
 
 def die_writing(after: int) -> None:
-    """Kill this process at the `after`-th writing call of `os`, before it is carried out."""
+    """Kill this process just before its `after`-th writing call of `os`."""
 
     def die(number: int, args: tuple[Any, ...]) -> None:
         if number == after:
@@ -45,7 +45,7 @@ def die_writing(after: int) -> None:
 
 
 def _before_each_write(act: Callable[[int, tuple[Any, ...]], None]) -> None:
-    """Call a function with the number of each writing call of this process and its arguments."""
+    """Call `act` before each writing call of `os`, with the call's number and arguments."""
     number = 0
 
     def counted(real: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Outcomes, plans and recorded starts of several test modules."""
+"""Outcomes, plans and recorded starts that several test modules use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from dsat.values.trial import BatchTriple
 
 
 def ran(value: float = 1.0, metric: str = "throughput") -> Outcome:
-    """A success whose `metric` is `value`; every other one is as bad as can be."""
+    """Return a successful outcome in which `metric` is `value` and all other metrics are very
+    bad."""
     slow = {name: 1e9 for name, each in METRICS.items() if not each.larger_is_better}
     numbers = {"throughput": -1e9, "FLOPS_per_gpu": -1e9, **slow, metric: value}
     return Outcome(OutcomeKind.OK, metrics=Metrics(**numbers, num_steps=5, ci95=0.01, accidents=0))
@@ -27,7 +28,10 @@ def failed(kind: OutcomeKind | str, message: str = "") -> Outcome:
 
 
 def weightless(ceiling: int) -> ModelProfile:
-    """A model without parameters: memory is activations alone, so that `ceiling` samples fit."""
+    """Return the profile of a model without parameters, of which exactly `ceiling` samples fit.
+
+    Its memory is activations only.
+    """
     return ModelProfile(
         num_params=0,
         trainable_params=0,
@@ -55,7 +59,8 @@ def plan_of(method: str = "binary", **changes: Any) -> Plan:
 def starts_of(
     folder: Path, variables: Sequence[Mapping[str, str]], config: Mapping[str, Any] | None = None
 ) -> list[RankStart]:
-    """The recorded starts of `train.py` in a folder: a rank for each mapping of variables."""
+    """Return the recorded starts of `train.py` in a folder, one rank for each mapping of
+    variables."""
     return [
         RankStart(
             rank=number,

@@ -1,4 +1,4 @@
-"""The engine contract over hosts, of whatever kind."""
+"""The engine contract on hosts of any kind."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from testing.local import engine_of
 
 
 class HostsContract(EngineContract):
-    """Inherit this in a class that pytest collects, with a fixture `hosts`: with two slots in all.
+    """Inherit this in a class that pytest collects, with a fixture `hosts` of two slots in total.
 
-    One engine serves all tests that do not close it.
+    Tests share one engine until a test closes it.
 
     Attributes:
-        options: of `testing.local.engine_of`; they say how ranks are started.
+        options: arguments of `testing.local.engine_of`, which choose how ranks are started.
     """
 
     options: ClassVar[dict[str, Any]] = {}
@@ -34,7 +34,7 @@ class HostsContract(EngineContract):
     @pytest.fixture(scope="class")
     @classmethod
     def engines(cls) -> Iterator[list[LocalEngine]]:
-        """Return the engines of the class, closed after the last test."""
+        """Yield the list of the class's engines; close them after the last test."""
         made: list[LocalEngine] = []
         yield made
         for engine in made:
@@ -68,12 +68,12 @@ class HostsContract(EngineContract):
     def test_cancels_one_trial_and_leaves_the_others(self, engine: LocalEngine) -> None:
         self.fill(engine)
         engine.cancel(self.first_id + 1)
-        engine.cancel(self.first_id + 77)  # which never began
+        engine.cancel(self.first_id + 77)  # which was never launched
         [(trial_id, outcome)] = self.ended(engine, 1)
         assert (trial_id, outcome.kind) == (1, OutcomeKind.CANCELED)
         assert outcome.metrics is None
         assert engine.poll(0) == []
 
     def test_tells_nothing_after_it_was_closed(self, engine: Engine) -> None:
-        # Here, and so after all others: they have the same engine.
+        # Defined here so that it runs last: it closes the engine that all tests share.
         super().test_tells_nothing_after_it_was_closed(engine)

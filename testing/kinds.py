@@ -1,7 +1,7 @@
-"""Kinds of programs that people write, whose verdicts are compared with what they train.
+"""Kinds of programs that people write; a search's verdict is compared with what each one trains.
 
-Each says at its end how many steps of which micro batch it trained
-(`testing/tuned_scripts.py: fault_of_statements`).
+At its end, each program prints its number of steps and micro batch for
+`testing/tuned_scripts.py: fault_of_statements`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from testing.catalogue import PROGRAMS, Failure, Script
 def _program(
     name: str, words: str, says: str = "", *, ranks: int = 1, config: bool = False, **more: Any
 ) -> Script:
-    """A kind of program, which says how many steps of which micro batch it trained."""
+    """Make the entry of a program in `programs/kinds`; with 0 ranks it starts without
+    `torchrun`."""
     given = {"options": "--zero-stages 1", "method": "tune", **more}
     return Script(
         name,
@@ -44,7 +45,7 @@ KINDS = (
     _program("click", "by_click.py train --batch-size 8 first"),
     _program("subcommands", "subcommands.py train --bs 2 --accum 4", "note: --bs follows"),
     _program("dotted arguments", "dotted.py train.batch_size=2", "note: train.batch_size follows"),
-    # Whole batches of any size: a partial last one is a step more in each epoch.
+    # Any micro batch must divide the data: a partial last batch adds a step to each epoch.
     _program("few data", "loop.py --rows 16 --epochs 50", config=True),
     _program("accumulation by hand", "loop.py --by-hand 4", "do not divide the loss", config=True),
     _program(

@@ -1,4 +1,4 @@
-"""Engines and trials of real processes, and a look at what is left of them."""
+"""Engines and trials with real processes, and checks that nothing remains of them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 from testing import warm_host
 
 PROGRAMS = Path(__file__).parent / "programs"
-# For what takes seconds: a loaded machine has taken minutes.
+# Patience for what usually takes seconds; a loaded machine needs minutes.
 PATIENCE_S = 600.0
 SMALL_BUCKETS = {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
 
 
 def cpu_machine(slots: int) -> Machine:
-    """A machine of so many CPU slots; cores are shared if it has fewer in truth."""
+    """Make a machine of `slots` CPU slots; slots share cores if there are too few."""
     cores = itertools.cycle(sorted(os.sched_getaffinity(0)))
     return Machine(
         accelerator="cpu",
@@ -45,13 +45,13 @@ def cpu_machine(slots: int) -> Machine:
 
 
 def hosts_here(count: int, *, imported: bool = False) -> list[Host]:
-    """So many hosts, all of them this machine, with processor cores of their own if it has them.
+    """Make `count` hosts that are all this machine, each with its own CPU core if there are enough.
 
     Args:
-        imported: as of `engine_of`.
+        imported: as in `engine_of`.
     """
     machine = cpu_machine(count)
-    # What a step of a cluster is: a command that runs another.
+    # Like a step of a cluster: a command that runs another command.
     prefix = warm_host.prefix() if imported else ("env",)
     return [
         Host(replace(machine, devices=(device,)), name=f"host{number}", prefix=prefix)
@@ -74,13 +74,13 @@ def engine_of(
     imported: bool = False,
     **options: Any,
 ) -> LocalEngine:
-    """An engine for one of the programs beside this file, with a time-out of ten minutes.
+    """Make an engine for one of `testing/programs`, with a time-out of ten minutes.
 
     Args:
         program: a name, or the path of another folder.
-        cold: ranks are fresh processes.
+        cold: start ranks as fresh processes.
         command: each trial runs this, which starts `slots_per_trial` ranks of the program.
-        imported: its supervisor is forked from a process that has imported torch and DeepSpeed.
+        imported: a process that has imported torch and DeepSpeed forks the supervisor.
     """
     place = PROGRAMS / program
     user = experiment.read(place / "deepspeed.yaml", place, includes)
@@ -119,12 +119,12 @@ def engine_of_command(
     needs_command: str = "",
     **seen: Any,
 ) -> LocalEngine:
-    """An engine for a user's command, of which a run has shown what its ranks are.
+    """Make an engine for a user's command, as if its first run had recorded its ranks.
 
     Args:
-        place: folder of the command, with `ds_config.json`.
-        needs_command: why ranks cannot be started by themselves.
-        seen: of their program: `script`, `args` and `env`.
+        place: the folder of the command, with `ds_config.json`.
+        needs_command: the reason why ranks can only be started by the command.
+        seen: what the ranks run: `script`, `args` and `env`.
     """
     program = entrypoint.Entrypoint(
         slots=slots,
@@ -145,7 +145,7 @@ def engine_of_command(
 
 @dataclass
 class Bench:
-    """An engine and its folder; gives every trial an id of its own."""
+    """An engine and its folder; numbers its trials."""
 
     engine: LocalEngine
     folder: Path
@@ -183,7 +183,7 @@ class Bench:
         )
 
     def run(self, trial: Trial) -> Outcome:
-        """Launches a trial and waits for it, and for it alone."""
+        """Launch a trial, wait for its end and return its outcome; no other trial may run."""
         self.engine.launch(trial)
         [(trial_id, outcome)] = self.engine.poll(PATIENCE_S + 30)
         assert trial_id == trial.id
@@ -196,11 +196,12 @@ class Bench:
         return (self.path(trial) / name).read_text(encoding="utf-8")
 
     def log(self, trial: Trial) -> str:
-        """For the message of a failed assertion."""
+        """Return a trial's output, for the message of a failed assertion."""
         return self.read(trial, "stdout.log") + self.read(trial, "stderr.log")
 
     def supervisor(self, host: int = 0) -> psutil.Process:
-        """Asks it, for what was started may only have started it elsewhere."""
+        """Return a host's supervisor; it reports its own pid, as the engine may know only its
+        starter's."""
         supervisors, look = (
             self.engine._supervisors,
             {"op": "look", "files": [], "folder": "/"},
@@ -222,7 +223,7 @@ def bench_of(
 
 
 def launch_request(folder: Path, *command: str) -> dict[str, Any]:
-    """A request to a supervisor to run a command as the only rank of a trial."""
+    """Return a supervisor request that launches a command as the only rank of a trial."""
     return {
         "op": "launch",
         "trial": 0,
@@ -238,7 +239,7 @@ def launch_request(folder: Path, *command: str) -> dict[str, Any]:
 
 
 def environment_of_a_rank(**variables: str) -> dict[str, str]:
-    """This process's environment for a script that is started by hand, as a single rank."""
+    """Return this environment with the variables that make a script a single rank."""
     programs = os.path.dirname(sys.executable)
     return {
         **os.environ,
@@ -255,7 +256,7 @@ def environment_of_a_rank(**variables: str) -> dict[str, str]:
 
 
 def wait_until(holds: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
-    """The first true value of `holds()`."""
+    """Wait until `holds()` returns a true value, and return the value."""
     deadline = time.monotonic() + timeout_s
     while not (value := holds()):
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
@@ -264,7 +265,7 @@ def wait_until(holds: Callable[[], Any], what: str, timeout_s: float = PATIENCE_
 
 
 def is_alive(pid: int) -> bool:
-    """Return whether a process runs; a zombie does not."""
+    """Return whether a process exists and is no zombie."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -272,10 +273,10 @@ def is_alive(pid: int) -> bool:
 
 
 def processes_of(folder: Path) -> list[str]:
-    """Living processes that a run in `folder` started: by environment, arguments or open logs.
+    """Return the living processes that a run in `folder` started.
 
-    A forked rank has its parent's environment and arguments on record, but its output goes to its
-    trial's logs.
+    Their environment, their arguments or their open logs name the folder. A forked rank shows the
+    environment and arguments of its parent, but writes into its trial's logs.
     """
     text = str(folder.resolve())
     found = []
@@ -291,25 +292,27 @@ def processes_of(folder: Path) -> list[str]:
 
 
 def shared_memory() -> set[str]:
-    """DeepSpeed's buffers, which its CPU backend never unlinks."""
+    """Return the names of DeepSpeed's buffers in `/dev/shm`, which its CPU backend never
+    unlinks."""
     return {path.name for path in Path("/dev/shm").glob("deepspeed_allreduce_buffer_*")}
 
 
 def buffers_of(folder: Path) -> list[str]:
-    """Buffers of a run's trials that are still there: their names end with the trials' ports."""
+    """Return the buffers that remain of a run's trials; a buffer's name contains the trial's
+    port."""
     words = [w for path in folder.glob("trials/*/cmd.txt") for w in path.read_text().split()]
     ports = {word[len("MASTER_PORT=") :] for word in words if word.startswith("MASTER_PORT=")}
     return [name for name in shared_memory() if name.split("_")[-2] in ports]
 
 
 def assert_nothing_is_left(run_dir: Path) -> None:
-    """Check that a run's processes end, and that their buffers go with them."""
+    """Check that a run's processes end, and that their buffers are removed."""
     wait_until(lambda: not processes_of(run_dir), "the end of all processes", 20)
     wait_until(lambda: not buffers_of(run_dir), "the removal of their buffers", 20)
 
 
 def warnings_of(outcome: Outcome) -> tuple[str, ...]:
-    """Return a real trial's warnings without those about the test machine."""
+    """Return a trial's warnings, except the one about a busy test machine."""
     return tuple(warning for warning in outcome.warnings if warning != HOST_ACCIDENTS)
 
 

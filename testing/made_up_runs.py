@@ -1,4 +1,4 @@
-"""Runs in a made-up world, for tests of what is drawn from runs."""
+"""Runs of made-up searches, for tests of their reports."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def write_run(
     *,
     trials: int = 40,
 ) -> Run:
-    """Search in a world, write the run's folder and return the run.
+    """Search in a made-up world, write the run's folder and return the run.
 
     Args:
-        folder: made if it is missing.
-        world: by default one in which stage 3 fails with hostile words.
-        trials: most of the search.
+        folder: created if it is missing.
+        world: by default one in which stage 3 fails with a hostile message.
+        trials: the search's budget.
     """
     failure = Failure("ERROR", {"stage": 3}, HOSTILE)
     with tempfile.TemporaryDirectory() as place:
@@ -46,7 +46,7 @@ def write_run(
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """Let `dsat watch` serve the page of a run; yield its address."""
+    """Let `dsat watch` serve the page of a run; yield its URL."""
     command = User(folder).starts("watch", folder, "--json")
     try:
         yield command.read_json()["url"]

@@ -1,4 +1,4 @@
-"""The catalogue of messages about users' mistakes; `python -m testing.messages` writes it anew."""
+"""The catalogue of messages about users' mistakes; `python -m testing.messages` rewrites it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from testing.world import World
 from tests.scenarios.errors import DS, Mistake, argv, mistakes
 
 CATALOGUE = Path(__file__).parents[1] / "tests" / "scenarios" / "messages.txt"
-_CHOICES = re.compile(r"\(choose from .*\)")  # which Python 3.12 and newer quote otherwise
+_CHOICES = re.compile(r"\(choose from .*\)")  # Python 3.12 changed the quotes
 _HEAD = """\
 What dsat says about mistakes: what was typed, with which files, and the message.
 `python -m testing.messages` writes this file anew from tests/scenarios/errors.py.
@@ -36,7 +36,7 @@ def user_in(folder: Path, mistake: Mistake) -> User:
 
 
 def told(user: User, mistake: Mistake) -> Told:
-    """Type what is wrong; a command that would be started is an error of the test."""
+    """Run the command of a mistake; fail the test if dsat would start the user's command."""
     with (
         mock.patch.object(source, "OwnCommand", _started),
         mock.patch.object(installed_deepspeed, "_stamp", return_value=None),
@@ -49,13 +49,13 @@ def _started(*_: Any, **__: Any) -> None:
 
 
 def content_of(folder: Path) -> dict[Path, bytes | None]:
-    """Return the content of all files below a folder; None for folders."""
+    """Return the content of all paths below a folder: bytes of files, None for folders."""
     paths = sorted(folder.rglob("*"))
     return {path: path.read_bytes() if path.is_file() else None for path in paths}
 
 
 def entry(folder: Path, mistake: Mistake, said: Told) -> str:
-    """Return the entry of the catalogue for a mistake that was made in a folder."""
+    """Return the catalogue's entry for a mistake and dsat's message about it."""
     line = said.err.splitlines()[-1]
     for path, name in ((str(folder), "FOLDER"), (sys.executable, "PYTHON")):
         line = line.replace(path, name)

@@ -1,6 +1,6 @@
-"""Training processes whose engines are made of scripted times, for dsat to measure.
+"""Scripted training in this process, measured by dsat's meter on a fake engine and clock.
 
-A test says what a script does with its engine, and asserts what the trial tells of it.
+A test scripts what the user's training does, and checks the outcome that the trial reports.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _OF_RUN = {field.name for field in fields(TrialOptions)}
 
 
 class Clock:
-    """Time passes only when told to."""
+    """A clock that only `advance` moves."""
 
     def __init__(self) -> None:
         self.now_ms = 0.0
@@ -43,7 +43,7 @@ class Clock:
 
 
 class FakeAccelerator:
-    """A CPU to the meter, as DeepSpeed describes it."""
+    """A CPU, as DeepSpeed's accelerator describes it to the meter."""
 
     Event: Any = None
 
@@ -62,7 +62,7 @@ def use_accelerator(monkeypatch: pytest.MonkeyPatch, accelerator: FakeAccelerato
 
 
 class FakeEngine:
-    """A DeepSpeedEngine as far as the meter knows it; its phases take scripted times."""
+    """The part of DeepSpeedEngine that the meter uses; its phases take scripted times."""
 
     def __init__(self, clock: Clock, micro_batch: int = 4, gas: int = 1) -> None:
         self.clock = clock
@@ -112,7 +112,7 @@ class FakeEngine:
 
 @dataclass
 class CoreContext:
-    """A `core.Context`, its train and searcher contexts, and an operation, all in one."""
+    """A fake `core.Context`, which is also its train and searcher context and an operation."""
 
     rank: int = 0
     calls: list[tuple[str, Any]] = field(default_factory=list)
@@ -140,7 +140,7 @@ class CoreContext:
 
 
 class Measured:
-    """What dsat measures in this process.
+    """The meter of this process and its results.
 
     Attributes:
         reported: outcomes that ended the script.
@@ -160,26 +160,26 @@ class Measured:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of the engine that is measured."""
+        """Number of optimizer steps of the measured engine."""
         return self._meter.steps_seen
 
     def at_its_end(self) -> Outcome:
-        """Return the outcome of a script that has come to its own end."""
+        """Return the outcome of a script that ran to its end."""
         return self._meter.finish()
 
 
 def initialize(*args: Any, **kwargs: Any) -> Any:
-    """What a script calls to get an engine."""
+    """Call `deepspeed.initialize` as a script does; return the engine."""
     deepspeed: Any = sys.modules["deepspeed"]
     return deepspeed.initialize(*args, **kwargs)[0]
 
 
 def watched(make: Callable[..., Any], **settings: Any) -> Measured:
-    """Have a trial's settings measured in the engines that a function makes for the script.
+    """Install the meter for all engines that `make` returns to the script.
 
     Args:
-        make: takes the model and the optimizer that `deepspeed.initialize` is given, if any;
-            needs the fixture `accelerator` or the like.
+        make: called by `deepspeed.initialize` with the model and the optimizer, if there are any.
+            Needs the fixture `accelerator` or a similar one.
         settings: of the trial (`gas`, `to_beat`, ...) or of all trials of the run (`max_steps`).
     """
     deepspeed: Any = sys.modules["deepspeed"]
@@ -201,20 +201,20 @@ def watched(make: Callable[..., Any], **settings: Any) -> Measured:
         )
 
     deepspeed.initialize = initialize
-    TRIAL.__init__()  # type: ignore[misc]  # as in a new process
+    TRIAL.__init__()  # type: ignore[misc]  # resets it, as in a new process
     adapt(deepspeed)
     return Measured(**settings)
 
 
 def attach(engine: Any, **settings: Any) -> Measured:
-    """Have an engine measured: the script has just got it."""
+    """Install the meter on an engine, as if `deepspeed.initialize` had just returned it."""
     found = watched(lambda **_: engine, **settings)
     initialize(model=engine.module)
     return found
 
 
 def attached(clock: Clock, **settings: Any) -> FakeEngine:
-    """An engine that is measured."""
+    """Make a fake engine with the meter installed."""
     engine = FakeEngine(clock, gas=settings.get("gas", 1))
     attach(engine, **settings)
     return engine
@@ -228,7 +228,11 @@ def train(
     loading_ms: float = 0.0,
     inputs: torch.Tensor | None = None,
 ) -> Outcome | None:
-    """The user's loop; what came of it, if it was ended for that."""
+    """Run a user's training loop.
+
+    Returns:
+        The outcome that ended it; None if it ran to its end.
+    """
     inputs = torch.zeros(engine.train_micro_batch_size_per_gpu(), 2) if inputs is None else inputs
 
     def loop() -> None:
@@ -243,7 +247,7 @@ def train(
 
 
 def told_by(loop: Callable[[], object]) -> Outcome | None:
-    """What a trial tells of a script; None if that came to its own end."""
+    """Run a script; return the outcome that ended it, or None if it ran to its end."""
     try:
         loop()
     except TrialComplete as complete:
@@ -254,14 +258,14 @@ def told_by(loop: Callable[[], object]) -> Outcome | None:
 
 
 def measured_by(loop: Callable[[], object]) -> Outcome:
-    """What a trial tells of a script, which ends for that."""
+    """Run a script that must not run to its end; return the outcome that ended it."""
     told = told_by(loop)
     assert told is not None, "the script came to its own end"
     return told
 
 
 def measure(engine: FakeEngine, **options: Any) -> Outcome:
-    """What was measured of the user's loop, which `train` is."""
+    """Run the loop of `train`, which must not run to its end; return the outcome that ended it."""
     measured = train(engine, **options)
     assert measured is not None
     return measured

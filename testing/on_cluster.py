@@ -1,4 +1,4 @@
-"""The real command against the stand-in for a master, and what it leaves there."""
+"""Run the real command against a stand-in for a Determined master, and inspect the results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from testing.started import Told
 RUNNER, SEARCH = 1, 2  # the experiments of the first search on a fresh master
 Command = subprocess.Popen[str] | Forked
 
-# As the images of a cluster of CPUs would have it.
+# Variables that a container image for CPUs would set.
 IMAGE = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 
 
@@ -39,7 +39,8 @@ class OnCluster:
     """A master, and commands of a user who has configured it.
 
     Attributes:
-        home: the folder of the user's commands and cached tokens.
+        home: the working folder of the user's commands, also for cached tokens.
+        begun: all commands started so far.
     """
 
     master: StandIn
@@ -47,7 +48,7 @@ class OnCluster:
     begun: list[Command] = field(default_factory=list)
 
     def begin(self, *words: object) -> Command:
-        """Begin a command; it is forked if trials are made up."""
+        """Start a command; it is forked if trials are made up."""
         env = {**os.environ, **self.master.client_environment(self.home)}
         self.home.mkdir(exist_ok=True)
         process: Command
@@ -68,7 +69,7 @@ class OnCluster:
         return process
 
     def dsat(self, *words: object) -> Told:
-        """Runs the command to its end."""
+        """Run a command to its end."""
         return ended(self.begin(*words))
 
     def search(self, program: str | Path, *options: object, method: str = "random") -> Told:
@@ -77,11 +78,11 @@ class OnCluster:
     def begin_search(self, program: str | Path, *options: object) -> Command:
         return self.begin(*words_of(program, "random"), *options)
 
-    # -- what happens meanwhile
+    # -- act during the search
 
     @property
     def user(self) -> Any:
-        """Determined's own client, as another user of the cluster."""
+        """Determined's real client, for actions of the user outside of dsat."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             from determined.experimental import Determined
@@ -92,7 +93,7 @@ class OnCluster:
             return Determined(self.master.url, name, password)
 
     def let_end(self, count: int | None = None) -> None:
-        """Let so many made-up trials end in all, and wait until the search knows; None: all."""
+        """Let `count` made-up trials end in total, and wait until the search knows; None: all."""
         made_up = self.master.made_up
         assert made_up is not None
         self.master.do(lambda: setattr(made_up, "limit", count))
@@ -105,7 +106,7 @@ class OnCluster:
         return experiment_id in [each.id for each in self.master.experiments]
 
     def until_reported(self, count: int) -> None:
-        """Waits until so many trials of the search have reported."""
+        """Wait until at least `count` trials of the search have reported."""
 
         def enough() -> bool:
             if not self.has_begun(SEARCH):
@@ -115,12 +116,12 @@ class OnCluster:
         self.master.wait_until(enough, f"{count} reports", PATIENCE_S)
 
     def until_said(self, text: str) -> None:
-        """Waits until the runner's log has a text."""
+        """Wait until the runner's log contains a text."""
         self.master.wait_until(lambda: self.has_begun(SEARCH), "the search's experiment")
         self.master.wait_until(lambda: text in self.said, text, PATIENCE_S)
 
     def kill_runner(self) -> None:
-        """Kills the runner with SIGKILL, as soon as it works on the search."""
+        """Kill the search runner with SIGKILL once the search's experiment exists."""
         self.master.wait_until(lambda: self.has_begun(SEARCH), "the search's experiment")
         self.master.wait_until(lambda: self.master.processes(self.runner), "the runner")
         [process, *_] = processes = self.master.processes(self.runner)
@@ -128,11 +129,11 @@ class OnCluster:
             each.kill()
         process.wait(PATIENCE_S)
 
-    # -- what is left
+    # -- inspect the results
 
     @property
     def runner(self) -> int:
-        """The search runner's trial."""
+        """Id of the search runner's trial."""
         return self.master.trials(RUNNER)[0].id
 
     @property
@@ -141,11 +142,11 @@ class OnCluster:
         return self.master.log(self.runner)
 
     def state(self, experiment_id: int) -> str:
-        """How an experiment ended."""
+        """Wait for the end of an experiment; return its terminal state, such as `COMPLETED`."""
         return self.master.wait_ended(experiment_id).removeprefix("STATE_")
 
     def files(self) -> Path:
-        """The runner's latest checkpoint."""
+        """Return the folder of the runner's latest checkpoint."""
         return self.master.checkpoint_paths(self.runner)[-1]
 
     def run(self) -> Run:
@@ -158,7 +159,7 @@ class OnCluster:
         return [outcome.kind for outcome in self.outcomes().values()]
 
     def created(self) -> list[dict[str, Any]]:
-        """The operations by which trials were made: request ids and hyperparameters."""
+        """Return the operations that created trials: request ids and hyperparameters."""
         operations = [
             operation
             for post in self.master.posted(SEARCH)
@@ -167,7 +168,7 @@ class OnCluster:
         return [each["createTrial"] for each in operations if each.get("createTrial")]
 
     def result(self) -> dict[str, Any]:
-        """Return the result in the runner's log."""
+        """Return the result that the runner's log contains."""
         return result.from_lines(self.said.splitlines())
 
 
@@ -179,7 +180,11 @@ def cluster(
     variables: Mapping[str, str] | None = None,
     **more: Any,
 ) -> Iterator[OnCluster]:
-    """A cluster on which the real trials run, as processes; all containers have the variables."""
+    """Run a cluster whose trials are real processes, or made up with `made_up=`.
+
+    Args:
+        variables: variables of all containers.
+    """
     compiled = {"TORCH_EXTENSIONS_DIR": os.environ["TORCH_EXTENSIONS_DIR"]}
     image = {**IMAGE, **compiled, **(variables or {})}
     with StandIn(folder / "master", nodes=nodes, environment=image, **more) as master:
@@ -200,22 +205,22 @@ def quick_cluster(
     limit: int | None = None,
     **more: Any,
 ) -> contextlib.AbstractContextManager[OnCluster]:
-    """A cluster on which trials are made up, and a whole search takes a second or two.
+    """Run a cluster with made-up trials; a whole search takes a second or two.
 
-    Who asks for events and is not to wait for them for an hour has to notice other things itself.
+    A long poll for events lasts up to an hour: a client cannot rely on its time-out.
 
     Args:
-        behave, limit: as of `MadeUpTrials`; by default trials are those of `measured`.
+        behave, limit: as in `MadeUpTrials`; by default trials behave as in `measured`.
     """
     made_up = MadeUpTrials(behave or measured, limit)
     return cluster(folder, made_up=made_up, poll_s=3600.0, **more)
 
 
 def measured(hparams: Mapping[str, Any], **changes: Any) -> Ending:
-    """What a trial on a made-up machine reports: the larger its micro batch, the faster it is.
+    """Return how a trial on a made-up machine ends: a larger micro batch is faster, up to 16.
 
     Args:
-        changes: of the outcome.
+        changes: changed fields of the outcome.
     """
     spec = spec_of(hparams)
     size = spec["micro_batch"]
@@ -229,13 +234,13 @@ def measured(hparams: Mapping[str, Any], **changes: Any) -> Ending:
 
 
 def reported(outcome: Outcome, *, measures: bool = True) -> Ending:
-    """A trial's report of an outcome."""
+    """Return the end of a trial that reports an outcome."""
     plotted = numbers(outcome, measures=measures)
     return Ending({**plotted, OUTCOME_KEY: outcome.to_json()}, plotted)
 
 
 def spec_of(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """What a trial is to measure."""
+    """Return the specification of what a trial measures."""
     spec: dict[str, Any] = json.loads(hparams["_dsat_trial"]["spec"])
     return spec
 
@@ -252,7 +257,7 @@ def words_of(program: str | Path, method: str) -> list[object]:
 
 
 def changed(folder: Path, **changes: Any) -> Path:
-    """A copy of the program `pretend` with other values in its experiment configuration."""
+    """Copy the program `pretend`, and change values in its experiment configuration."""
     source, target = PROGRAMS / "pretend", folder / "changed"
     target.mkdir()
     for path in source.iterdir():

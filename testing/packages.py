@@ -1,4 +1,4 @@
-"""Frameworks that have versions of their own of everything, installed beside the environment."""
+"""Frameworks that need their own versions of packages, installed outside the environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Packages:
     """Packages of a framework.
 
     Attributes:
-        names: to install, without what they depend on.
+        names: the requirements to install, without their dependencies.
         adapt: replacements in installed files for a machine without a GPU: path, old and new text.
     """
 
@@ -34,7 +34,7 @@ PACKAGES = {
         "datasets==4.0.0 peft==0.18.1 trl==0.24.0 dill==0.3.8 multiprocess==0.70.16 xxhash "
         "fsspec==2025.3.0 omegaconf antlr4-python3-runtime==4.9.3 fire termcolor tyro==0.8.14 "
         f"docstring-parser shtab typeguard einops sentencepiece tiktoken {_HUB}",
-        # Imported for sound, of which there is none; not built for every torch.
+        # Replaced: it is imported for audio, which no test has, and is not built for every torch.
         {"torchaudio.py": ("", '"""In the place of torchaudio."""\n')},
     ),
     "Axolotl": Packages(
@@ -46,7 +46,7 @@ PACKAGES = {
         "numba platformdirs posthog protobuf pycountry pycparser pydantic-extra-types "
         "python-dotenv referencing rpds-py schedulefree sentry-sdk smmap soundfile soxr termcolor "
         f"torchao==0.17.0 wandb zstandard {_OF_ALL} {_HUB}",
-        # It asks for NCCL by name.
+        # It requests NCCL by name, which needs GPUs.
         {"axolotl/utils/trainer.py": ('dist_backend="nccl"', 'dist_backend="gloo"')},
     ),
     "ms-swift": Packages(
@@ -59,7 +59,7 @@ PACKAGES = {
 
 
 def install(name: str) -> Path:
-    """Install a framework, once; return the folder of its packages."""
+    """Install a framework unless it is installed; return the folder of its packages."""
     folder, packages = _INSTALLED / name, PACKAGES[name]
     done = folder / ".installed"
     if done.exists() and done.read_text() == packages.names:

@@ -1,27 +1,27 @@
-"""Time and memory of a transformer on GPUs that do not exist: the physics of `testing.world`.
+"""Time and memory of a transformer on made-up GPUs: the physics of `testing.world`.
 
-It shares the list of DeepSpeed's collectives, which is held against traced steps, with the
-predictions of dsat, and nothing else. Its figures come from elsewhere:
+It shares one thing with dsat's predictions: the list of DeepSpeed's collectives, which is checked
+against traced steps. All other figures come from elsewhere:
 
 - Matrix products by tiles of 128 x 256 over the multiprocessors, in whole waves, at 0.6 of the peak
-  where tokens are a multiple of 8, and 0.45 elsewhere (NVIDIA, "Matrix Multiplication Background
+  where tokens are a multiple of 8, and at 0.45 elsewhere (NVIDIA, "Matrix Multiplication Background
   User's Guide": tile and wave quantization, tensor core requirements). Attention at half of that.
 - Element-wise work reads and writes `_ELEMENTWISE` activations of a layer at 0.8 of the memory
-  bandwidth; no layer takes less time than the launches of its kernels.
+  bandwidth. A layer takes at least the time to launch its kernels.
 - Collectives as DeepSpeed 0.19.8 calls them, by rings with NCCL's latencies
-  (`dsat.search.collectives`). What overlaps with the backward pass takes the longer time of the
-  two; the last bucket and the first gather are never hidden. Stage 3's hooks take `_HOOKS_S` of the
-  host for each layer, which shows where kernels are shorter.
-- Memory: 2 + 2 + 12 bytes for each parameter, partitioned as the stage says (the same, section 3);
-  34 bytes for each token and hidden unit of a layer (Korthikanti et al. (2022), section 4, flash
-  attention); logits in 16 and 32 bits; buckets; 3 % of fragmentation. Offloaded states live on the
-  host and cross its link once a step.
-- Above 94 % of the memory the allocator begins to free and to allocate anew. How steeply that slows
-  a step is assumed.
+  (`dsat.search.collectives`). A pass and its overlapping collectives take the longer of the two
+  times. The last bucket and the first gather are never hidden. Stage 3's hooks take `_HOOKS_S` of
+  host time per layer, which matters where kernels are shorter.
+- Memory: 2 + 2 + 12 bytes per parameter, partitioned by stage (Rajbhandari et al. (2020), ZeRO,
+  section 3); 34 bytes per token and hidden unit of a layer (Korthikanti et al. (2022), section 4,
+  flash attention); logits in 16 and 32 bits; buckets; 3 % of fragmentation. Offloaded states are in
+  host memory and cross the link to the host once per step.
+- Above 94 % of the memory, the allocator begins to free and reallocate. The size of this slowdown
+  is assumed.
 
-GPUs are as NVIDIA's data sheets describe them, 16-bit without sparsity. Rings reach 0.38 of the
+GPUs follow NVIDIA's data sheets, for 16-bit operations without sparsity. Rings reach 0.38 of the
 bidirectional link and 0.88 of the network, as on a DGX A100 (230 of 600 GB/s of NVLink, 22 of 25
-GB/s of InfiniBand for each GPU).
+GB/s of InfiniBand per GPU).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ GIB = 2**30
 SLOTS_PER_HOST = 8
 _TILE = (128, 256)
 _EFFICIENCY, _UNALIGNED, _OF_ATTENTION = 0.6, 0.45, 0.5
-_ELEMENTWISE = 24  # activations of a layer that are read or written in its forward pass
+_ELEMENTWISE = 24  # activations that a layer reads or writes in its forward pass
 _KERNELS, _LAUNCH_S = 16, 5e-6  # of a layer, in its forward pass
 _HOOKS_S = 8e-4  # of a layer, in its forward pass
-_SUB_GROUP_S = 2e-4  # each sub-group of stage 3's optimizer step
-_ADAM_BYTES = 30  # read and written for each element
-_OF_LINK, _OF_NETWORK = 230 / 600, 22 / 25  # that a ring reaches
-_HOST_LINK, _HOST_ADAM = 25e9, 20e9  # bytes/s to the host, and of its optimizer, for each GPU
+_SUB_GROUP_S = 2e-4  # for each sub-group of stage 3's optimizer step
+_ADAM_BYTES = 30  # bytes read and written per element
+_OF_LINK, _OF_NETWORK = 230 / 600, 22 / 25  # the part that a ring reaches
+_HOST_LINK, _HOST_ADAM = 25e9, 20e9  # bytes/s per GPU: link to the host, host's Adam
 CONTEXT_BYTES = int(1.2e9)
 FRAGMENTED = 1.03
 _EDGE, _SLOWER = 0.94, 0.5
@@ -55,14 +55,14 @@ _EDGE, _SLOWER = 0.94, 0.5
 
 @dataclass(frozen=True)
 class Model:
-    """A transformer; `vocabulary` is the width of its output, `tokens` are those of a sample."""
+    """A transformer with an output of width `vocabulary`; a sample has `tokens` tokens."""
 
     layers: int
     hidden: int
     tokens: int
     vocabulary: int
-    experts: int = 1  # feed-forward layers in the place of one
-    active: int = 1  # of them, for each token
+    experts: int = 1  # feed-forward layers that replace one
+    active: int = 1  # experts that each token uses
 
     @property
     def layer(self) -> int:
@@ -82,7 +82,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU: FLOP/s, bytes, bytes/s of its memory, of its links both ways and of its network."""
+    """A GPU: bytes of memory, FLOP/s, and bytes/s of its memory, links (both ways) and network."""
 
     memory_bytes: int
     bandwidth: float
@@ -98,7 +98,7 @@ GPT_300M = Model(layers=24, hidden=1024, tokens=1024, vocabulary=50304)
 
 @dataclass(frozen=True)
 class Time:
-    """Seconds of an optimizer step, by part."""
+    """Seconds of an optimizer step, by phase."""
 
     forward: float
     backward: float
@@ -117,8 +117,8 @@ class Physics:
     """Time and memory of a model's training.
 
     Attributes:
-        slots: of every trial.
-        effects: factors of the step time by setting (`overlap_comm=False`), switch of the script,
+        slots: number of slots of every trial.
+        effects: factors of the step time, by setting (`overlap_comm=False`), switch of the script,
             or strategy (`z2`).
     """
 
@@ -130,7 +130,11 @@ class Physics:
     # -- memory
 
     def memory_bytes(self, zero: Mapping[str, Any], micro_batch: int) -> float:
-        """Return the bytes that a device needs for a complete ZeRO section."""
+        """Return the bytes that a device needs, without its CUDA context.
+
+        Args:
+            zero: a ZeRO section that states every setting; see `with_defaults`.
+        """
         stage, parameters = zero["stage"], self.model.parameters
         parts = [self.slots if stage >= least else 1 for least in (3, 2, 1)]
         on_device = (2 * (not _offloads(zero, "param")), 2, 12 * (not _offloads(zero, "optimizer")))
@@ -146,18 +150,18 @@ class Physics:
         return FRAGMENTED * (states + buckets + self.activation_bytes(micro_batch))
 
     def host_bytes(self, zero: Mapping[str, Any]) -> float:
-        """Return the bytes that a rank needs on its host for what is offloaded."""
+        """Return the bytes that a rank's offloaded states need in host memory."""
         share = self.model.parameters / (self.slots if zero["stage"] else 1)
         return share * (16 * _offloads(zero, "optimizer") + 2 * _offloads(zero, "param"))
 
     def activation_bytes(self, micro_batch: float) -> float:
-        """Return the bytes that a forward pass keeps, logits included."""
+        """Return the bytes that a forward pass keeps, including the logits."""
         tokens = micro_batch * self.model.tokens
         kept = 34 * tokens * self.model.hidden * self.model.layers
         return kept + tokens * self.model.vocabulary * (2 + 4)
 
     def largest_micro_batch(self, zero: Mapping[str, Any]) -> int:
-        """Return the largest micro batch that fits with a complete ZeRO section; 0 if none."""
+        """Return the largest micro batch that fits; 0 if none fits."""
         fixed = self.memory_bytes(zero, 0)
         per_sample = self.memory_bytes(zero, 1) - fixed
         room = self.gpu.memory_bytes - CONTEXT_BYTES - fixed
@@ -166,7 +170,7 @@ class Physics:
     # -- time
 
     def time(self, zero: Mapping[str, Any], micro_batch: int, gas: int) -> Time:
-        """Return the true time of an optimizer step of a complete ZeRO section."""
+        """Return the true time of an optimizer step."""
         forward = self._forward(micro_batch, host_s=_HOOKS_S if zero["stage"] == 3 else 0.0)
         passes = [self._passes(zero, forward, last=last) for last in (False, True)]
         slow = self._near_the_edge(zero, micro_batch) * self._effect(zero)
@@ -178,7 +182,7 @@ class Physics:
     def _passes(
         self, zero: Mapping[str, Any], forward: float, *, last: bool
     ) -> tuple[float, float]:
-        """Return seconds of the forward and the backward pass of a micro step."""
+        """Return the seconds of the forward and the backward pass of a micro step."""
         backward = 2 * forward
         found = dict.fromkeys((FORWARD, BACKWARD), 0.0)
         exposed = dict(found)
@@ -252,7 +256,7 @@ class Physics:
         return 1 + _SLOWER * max(0.0, (used - _EDGE) / (1 - _EDGE)) ** 2
 
     def _product_s(self, rows: int, inner: int, columns: int) -> float:
-        """Return seconds of a matrix product, in whole waves of tiles."""
+        """Return the seconds of a matrix product, in whole waves of tiles."""
         tiles = math.ceil(rows / _TILE[0]) * math.ceil(columns / _TILE[1])
         waves = math.ceil(tiles / self.gpu.multiprocessors)
         efficiency = _UNALIGNED if rows % 8 else _EFFICIENCY
@@ -261,12 +265,12 @@ class Physics:
 
 
 def with_defaults(zero: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a ZeRO section with DeepSpeed's defaults for what it leaves out."""
+    """Return a ZeRO section completed with DeepSpeed's defaults."""
     stage = int(zero.get("stage", 0))
     return {"stage": stage, **deepspeed_settings.defaults(stage), **zero}
 
 
 def _offloads(zero: Mapping[str, Any], what: str) -> bool:
-    """Return whether "param" or "optimizer" lives on the host."""
+    """Return whether `what`, "param" or "optimizer", is offloaded to the host."""
     section = zero.get(f"offload_{what}") or {}
     return bool(section.get("device", "none") != "none")

@@ -1,4 +1,4 @@
-"""The pictures of the README and the documentation, from a run that really was made.
+"""Make the pictures of the README and the documentation from recorded runs.
 
 `python -m testing.pictures [RUN_FOLDER]` writes them into `docs/`. Needs Chromium and vl-convert.
 """
@@ -22,10 +22,10 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 
 def main(folder: Path | None) -> None:
-    """Write the report's picture of the recorded run, and a plot of another run.
+    """Write the report's picture from the recorded run, and a plot from another run.
 
     Args:
-        folder: of the other run; None leaves its picture as it is.
+        folder: the other run; None keeps its picture unchanged.
     """
     _photograph(past_runs.load(RECORDED).run, DOCS / "report.png")
     if folder is not None:
@@ -35,7 +35,7 @@ def main(folder: Path | None) -> None:
 
 
 def _draw(specs: list[dict[str, Any]], layer: str, path: Path) -> None:
-    """The plot that has a layer of this name."""
+    """Write the plot that has a layer of this name as SVG."""
     import vl_convert
 
     spec = next(s for s in specs if any(x.get("name") == layer for x in s.get("layer", [])))

@@ -1,4 +1,4 @@
-"""The command that a run prints in its end, without a search before it."""
+"""The training command that a run prints at its end, made without a search."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def printed_line(
     warnings: Sequence[str] = (),
     **switches: Any,
 ) -> str:
-    """Return the command printed by a run of one trial, the own configuration; write its files.
+    """Return the command printed after a run of only the baseline; write the run's files.
 
     Args:
-        found: switches that the script turned out to have.
-        warnings: of the trial.
-        switches: of the script, in the trial.
+        found: switches that the script was observed to have.
+        warnings: warnings of the trial.
+        switches: values of the script's switches in the trial.
     """
     best, run = replace(own_configuration(ready), script_args=switches), Run()
     run.apply({"event": "start", "plan": ready.plan, "info": ready.info})
@@ -70,6 +70,6 @@ def printed_line(
 
 
 def printed_in(run_dir: Path) -> str:
-    """Return the command to train with that a run's summary gives."""
+    """Return the training command in a run's summary."""
     said = (run_dir / "summary.md").read_text(encoding="utf-8")
     return said.partition("Train with it: `")[2].partition("`")[0]

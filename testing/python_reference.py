@@ -1,4 +1,4 @@
-"""Reference of the Python API, from signatures, docstrings and options."""
+"""Reference of the Python API, made from signatures, docstrings and options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsat.options import Option, options_of
 from dsat.projecting.options import ProjectSettings
 from dsat.tuning.make_settings import all_options
 
-# The options of a function, and the class with their types.
+# By function: its options, and the class that holds their types.
 _OPTIONS: Mapping[str, tuple[Callable[[], Iterable[Option]], type]] = {
     "tune": (all_options, api_options.TuneOptions),
     "estimate": (lambda: options_of(EstimateSettings), api_options.EstimateOptions),
@@ -66,7 +66,7 @@ def _entry(name: str) -> str:
 
 
 def _signature(function: Any) -> str:
-    """Return the parameters without types, and without the options that have a table."""
+    """Return the parameters without their types, and without options, which have a table."""
     plain = inspect.signature(inspect.unwrap(function), follow_wrapped=False)
     words = []
     for parameter in plain.parameters.values():
@@ -81,7 +81,7 @@ def _signature(function: Any) -> str:
 
 
 def _section(title: str, body: str, *, has_options: bool = False) -> str:
-    """Return a section of a docstring; items become rows of a list."""
+    """Return a section of a docstring as a list with one row per item."""
     items: list[str] = []
     for line in inspect.cleandoc(body).splitlines():
         item = _ITEM.match(line)
@@ -98,7 +98,7 @@ def _section(title: str, body: str, *, has_options: bool = False) -> str:
 
 
 def _methods(member: type) -> str:
-    """Return the public methods with the first sentence of their docstrings."""
+    """Return the public methods with the first paragraphs of their docstrings."""
     lines = []
     for name, value in vars(member).items():
         text = inspect.getdoc(value) if callable(value) or isinstance(value, property) else None
@@ -121,7 +121,7 @@ def _options(name: str) -> str:
         kind = _type_name(types[keyword]).replace("|", "\\|")
         default = f"`{option.default}`" if option.has_plain_default else ""
         text = option.help.replace("%%", "%").replace("|", "\\|")
-        text = re.sub(r": [\w.:, ]*bucket_size, .*", "", text)  # the settings, on their page
+        text = re.sub(r": [\w.:, ]*bucket_size, .*", "", text)  # cuts the list of settings
         rows.append(f"| `{keyword}` | `{kind}` | {default} | {text} |")
     return "\n".join(rows) + "\n"
 
@@ -133,5 +133,5 @@ def _type_name(annotation: Any) -> str:
 
 
 def _flowing(text: str) -> str:
-    """Return paragraphs with a line each."""
+    """Return the text with one line per paragraph."""
     return "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n"))

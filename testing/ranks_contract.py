@@ -1,6 +1,6 @@
-"""The contract of every engine that starts processes: what a trial's ranks see, and leave.
+"""Contract of every engine that starts processes: what ranks see, how they fail, what they leave.
 
-The training script of these tests writes down what it sees, or misbehaves as it is asked to.
+The training script of these tests (`programs/behaviours`) writes what it sees, or misbehaves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from testing.local import (
 )
 
 PROGRAM = (PROGRAMS / "behaviours").resolve()
-# A failure ends a trial at once: nothing waits for gloo's half hour, nor for the trial's time-out.
+# A failure must end a trial at once, without gloo's time-out of half an hour or the trial's own.
 AT_ONCE_S = PATIENCE_S / 3
 
 
@@ -37,8 +37,8 @@ class RanksContract(abc.ABC):
     """Inherit this in a class that pytest collects; trials have two ranks on one host.
 
     Attributes:
-        options: of `testing.local.bench_of`; they say how ranks are started.
-        without_engine: the kind of outcome of a script that never makes an engine.
+        options: arguments of `testing.local.bench_of`, which choose how ranks are started.
+        without_engine: outcome kind of a script that never makes an engine.
     """
 
     options: dict[str, Any]
@@ -53,7 +53,7 @@ class RanksContract(abc.ABC):
         assert processes_of(folder) == []
 
     def fails(self, pair: Bench, behaviour: str) -> tuple[Trial, Outcome]:
-        """Run a trial that fails, at once, and leaves nothing."""
+        """Run a trial that must fail at once, and leave no process behind."""
         trial = pair.trial(behaviour)
         outcome = pair.run(trial)
         assert outcome.metrics is None, pair.log(trial)
@@ -77,7 +77,7 @@ class RanksContract(abc.ABC):
             names = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
             assert [env[name] for name in names] == ["2", "2", "127.0.0.1", "1"]
             assert env["OF_THE_USER"] == "a 'b'\n$c"
-            # DeepSpeed compiles with the ninja that lies beside this python.
+            # DeepSpeed compiles with ninja, which is in the folder of this Python.
             assert env["PATH"].split(os.pathsep)[0] == os.path.dirname(sys.executable)
             assert env["DSAT_TRIAL_DIR"] == str(pair.path(trial))
         assert envs[0]["MASTER_PORT"] == envs[1]["MASTER_PORT"]
@@ -88,7 +88,7 @@ class RanksContract(abc.ABC):
             assert fact["arguments"][-2:] == ["--deepspeed_config", config]
             assert Path(fact["arguments"][0]).name == "train.py"
             assert fact["folder"] == str(PROGRAM)
-            # A shell has what it starts in the background ignore SIGINT.
+            # SIGINT may be ignored: a shell sets that for its background processes.
             assert not {"SIGTERM", "SIGHUP", "SIGUSR1"} & {*fact["ignores"]}
             assert fact["blocks"] == []
 
@@ -118,8 +118,8 @@ class RanksContract(abc.ABC):
         assert outcome.kind is OutcomeKind(kind), outcome
         assert all(word in outcome.message for word in said), outcome.message
         assert "\n" not in outcome.message
-        assert outcome.smaller_may_run is (behaviour == "ends early")  # it ran out of data
-        for report in pair.path(trial).glob("rank*.json"):  # a lost connection, of the other rank
+        assert outcome.smaller_may_run is (behaviour == "ends early")  # data ran out
+        for report in pair.path(trial).glob("rank*.json"):  # such as rank 0's lost connection
             assert "inside dsat" not in report.read_text()
 
     def test_a_script_that_makes_no_engine_is_told_so(self, pair: Bench) -> None:
@@ -178,7 +178,7 @@ class RanksContract(abc.ABC):
 
     def test_a_trials_folder(self, pair: Bench) -> None:
         trial = pair.trial(micro_batch=3, gas=2, stage=2)
-        pair.path(trial).mkdir(parents=True)  # left by a session that was killed
+        pair.path(trial).mkdir(parents=True)  # as if a killed dsat had left it
         for name in ("metrics.json", "rank1.json"):
             (pair.path(trial) / name).write_text("{}")
         outcome = pair.run(trial)
@@ -204,13 +204,14 @@ class RanksContract(abc.ABC):
 
 
 def facts_of(bench: Bench, trial: Trial, rank: int = 0) -> dict[str, Any]:
-    """Return what a rank has seen."""
+    """Return the facts that a rank has written."""
     facts: dict[str, Any] = read_json(bench.path(trial) / f"facts{rank}.json")
     return facts
 
 
 def assert_nothing_is_left(bench: Bench) -> None:
-    """Check that the supervisor has no child any more, and that nobody shows a sign of a trial."""
+    """Check that the supervisor has no children, and that no process and no buffer of a trial
+    remains."""
     supervisor = bench.supervisor()
     wait_until(lambda: not supervisor.children(recursive=True), "no children")
     trials = bench.folder / "trials"

@@ -1,9 +1,9 @@
-"""A real Ray cluster, several nodes of it on this machine, in a process of its own.
+"""A real Ray cluster in a child process, with several nodes on this machine.
 
     python -m testing.ray_cluster CORE ...
 
-Makes a node of one processor core for each that is named, says how it is found and which processes
-are the nodes, adds a node for each further line of its standard input, and ends with that.
+Starts one node for each CPU core named. Prints the cluster's address and the pid of each node as
+JSON lines. Each line of standard input, `CORE GPUS`, adds a node; its end stops the cluster.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import IO, Any
 
 import psutil
 
-_MEMORY_BYTES = 80 * 2**20  # of a node's object store, which has nothing to hold
+_MEMORY_BYTES = 80 * 2**20  # of a node's object store, which stays empty
 
 
 @dataclass
 class RayCluster:
-    """A cluster that runs.
+    """A running cluster.
 
     Attributes:
-        address: by which drivers find it.
-        env: of programs that are to find it by themselves.
-        nodes: the process of each node's own daemon; the first is the head's.
+        address: the address for drivers.
+        env: variables with which a program finds the cluster by itself.
+        nodes: the raylet process of each node; the head node is first.
     """
 
     address: str
@@ -44,7 +44,7 @@ class RayCluster:
         return {**os.environ, "RAY_ADDRESS": self.address}
 
     def add(self, core: int, gpus: int = 0) -> psutil.Process:
-        """Adds a node, which may say that it has GPUs."""
+        """Add a node, which may claim to have GPUs."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{core} {gpus}\n")
         self.process.stdin.flush()
@@ -58,7 +58,7 @@ def is_installed() -> bool:
 
 @contextlib.contextmanager
 def running(nodes: int) -> Iterator[RayCluster]:
-    """A cluster of so many nodes; all of it has ended afterwards."""
+    """Start a cluster of `nodes` nodes; stop all of its processes on exit."""
     cores = sorted(os.sched_getaffinity(0))
     chosen = [str(cores[number % len(cores)]) for number in range(nodes)]
     process = subprocess.Popen(
@@ -98,7 +98,7 @@ def _told(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def _serve(cores: list[int]) -> None:
-    # What Ray prints goes elsewhere.
+    # Standard output is for answers only, so Ray's output goes to standard error.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     from ray.cluster_utils import Cluster
@@ -115,7 +115,7 @@ def _serve(cores: list[int]) -> None:
 
 
 def _add(cluster: Any, core: int, gpus: int = 0) -> int:
-    """A node whose processes have one core, as those of a machine would have theirs."""
+    """Add a node whose processes are bound to one core, as on a machine with a single core."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {core})
     try:

@@ -1,4 +1,4 @@
-"""Parts of the documentation made from the code, and examples that tests run.
+"""Pages of the documentation made from the code, and examples that tests run.
 
 `python -m testing.reference` writes the references into their pages.
 """
@@ -31,7 +31,7 @@ MARK = "<!-- From the declarations in the code, by `make docs`. -->\n\n"
 
 
 def option_reference() -> str:
-    """Return all options of all commands."""
+    """Return the reference of all options of all commands."""
     parts = ["## Every search\n"]
     declared = [each for each in all_options() if each.group is not Group.METHOD]
     for group in Group:
@@ -49,7 +49,7 @@ def option_reference() -> str:
 
 
 def setting_reference() -> str:
-    """Return every setting that a search may choose, as it is declared."""
+    """Return the table of all settings that a search may choose."""
     rows = ["| setting | stages | values | why | searched |", "|---|---|---|---|---|"]
     for setting in SETTINGS:
         stages = ", ".join(map(str, setting.stages))
@@ -67,7 +67,7 @@ def _json(value: Any) -> str:
 
 
 def adapter_reference(table: Iterable[Adapter]) -> str:
-    """Return what dsat touches, by library and by what is done, in their order."""
+    """Return the tables of functions that dsat wraps, one for each library."""
     parts = []
     by_package = sorted(table, key=_package)
     for package, adapters in groupby(by_package, key=_package):
@@ -105,7 +105,7 @@ def _phases(adapter: Adapter) -> str:
 
 
 def python_examples() -> list[str]:
-    """Return the blocks of Python in the page on Python, in their order."""
+    """Return the Python code blocks of the page on Python, in order."""
     text = (DOCS / "python.md").read_text(encoding="utf-8")
     return re.findall(r"^```python\n(.*?)^```$", text, re.S | re.M)
 
@@ -138,7 +138,7 @@ def fault_reference() -> str:
 
 
 def references() -> dict[Path, str]:
-    """Return the references by their pages, below whose mark they are."""
+    """Return the generated text of each page, which goes below the page's `MARK`."""
     return {
         DOCS / "options.md": option_reference(),
         DOCS / "settings.md": setting_reference(),

@@ -1,8 +1,8 @@
-"""A user at the command line of dsat, whose trials run in a made-up world.
+"""A user at dsat's command line, whose trials run in a made-up world.
 
-The command line, the loop, the journal, the finals and all files are real; what becomes of a trial
-is made up by a `World`, so that a search takes about a second. A scenario is a command typed in a
-folder, a world and a harm; it is judged by what a user sees: the exit status, `--json`, the texts
+The command line, the loop, the journal, the finals and all files are real. Only the outcome of a
+trial is made up, by a `World`, so a search takes about a second. A scenario is a command typed in a
+folder, a world and a harm. Tests judge it by what a user sees: the exit status, `--json`, messages,
 and the files of the run.
 """
 
@@ -54,7 +54,7 @@ deepspeed.initialize(args=args)
 
 @dataclass(frozen=True)
 class Terminal:
-    """A terminal that the command runs in; `resized_to` after its first output."""
+    """A terminal in which the command runs; it changes to `resized_to` after the first output."""
 
     columns: int = 80
     lines: int = 24
@@ -66,12 +66,12 @@ class Harm:
     """Harm to a process of the command line.
 
     Attributes:
-        signals: sent to the process when the trial of this number is launched, in order.
+        signals: by trial number, the signals sent to the process when that trial is launched.
         before: called in the process before the command.
-        variables: environment of the process.
-        python: options of an interpreter of its own, such as `-O`.
-        terminal: in place of pipes.
-        out_is_closed: nobody reads its output.
+        variables: further variables of the process.
+        python: options of the interpreter, such as `-O`; without them the process is a fork.
+        terminal: used instead of pipes.
+        out_is_closed: nobody reads the standard output.
     """
 
     signals: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
@@ -83,13 +83,13 @@ class Harm:
 
 
 class MadeUpEngine(SimulatedEngine):
-    """Answers trials by a world, in virtual time, and leaves the files of a trial's folder.
+    """Takes outcomes from a world, in virtual time, and writes the files of a trial's folder.
 
     Args:
-        world: decides what becomes of trials.
-        ready: what is tuned.
-        folder: of the run.
-        signals: as of `Harm`.
+        world: decides the outcomes of trials.
+        ready: the prepared run.
+        folder: the folder of the run.
+        signals: as in `Harm`.
         pause_s: real seconds that each launch takes.
     """
 
@@ -137,9 +137,9 @@ class User:
     """A user in a folder with a training script, its configuration and an experiment.
 
     Attributes:
-        folder: the current one of all commands.
-        world: where trials run.
-        pause_s: real seconds of each trial, for harm that comes from outside.
+        folder: working folder of all commands.
+        world: decides the outcomes of trials.
+        pause_s: real seconds of each trial, so that harm from outside can hit it.
     """
 
     folder: Path
@@ -150,8 +150,8 @@ class User:
         """Write the training script, `ds.json` and `deepspeed.yaml`.
 
         Args:
-            config: the DeepSpeed configuration, beside an optimizer.
-            experiment: values of the experiment's configuration.
+            config: the DeepSpeed configuration, in addition to optimizer and bf16.
+            experiment: further values of the experiment's configuration.
         """
         own = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "bf16": {"enabled": True}}
         config = {**own, **(config or {"train_micro_batch_size_per_gpu": 1})}
@@ -177,7 +177,7 @@ class User:
         return self.starts(*words, harm=harm).wait()
 
     def starts(self, *words: object, harm: Harm | None = None) -> Started:
-        """Start `dsat WORDS` in a process of its own."""
+        """Start `dsat WORDS` in another process."""
         argv, harm = [str(word) for word in words], harm or Harm()
         if harm.python is not None:
             return self._start_interpreter(argv, harm)
@@ -191,7 +191,7 @@ class User:
         harm: Harm | None = None,
         metric: str = "throughput",
     ) -> Told:
-        """Tune the script by its command, or as an experiment; the result is JSON."""
+        """Tune the script by its command, or as an experiment; the output is JSON."""
         return self.types(
             *self.words(*options, method=method, experiment=experiment, metric=metric), harm=harm
         )
@@ -205,11 +205,11 @@ class User:
         run_dir: str = "run",
         shown: bool = False,
     ) -> list[object]:
-        """Return the words of a search.
+        """Return the arguments of a search.
 
         Args:
-            run_dir: if it is empty, dsat numbers the folder.
-            shown: its result is text for people, in place of JSON.
+            run_dir: folder of the run; if empty, dsat chooses a numbered one.
+            shown: print text for people instead of JSON.
         """
         where = ["--run-dir", run_dir] if run_dir else []
         form = [] if shown else ["--json"]
@@ -220,7 +220,7 @@ class User:
         return [method, *script, *common, "--", "train.py"]
 
     def reads(self, name: str) -> str:
-        """Return a file of the run's folder."""
+        """Return the text of a file in the run's folder."""
         return (self.folder / "run" / name).read_text(encoding="utf-8")
 
     def events(self) -> list[dict[str, Any]]:
@@ -228,19 +228,20 @@ class User:
         return [json.loads(line) for line in self.reads("journal.jsonl").splitlines()]
 
     def cut(self, events: int, run_dir: str = "run") -> None:
-        """Leave so many events in a run's journal, as if it was killed then."""
+        """Keep the first `events` events of a run's journal, as if the run was killed then."""
         path = self.folder / run_dir / "journal.jsonl"
         lines = path.read_bytes().splitlines(keepends=True)
         path.write_bytes(b"".join(lines[:events]))
 
     def best_config(self) -> dict[str, Any]:
-        """Return the configuration that the run leaves for training."""
+        """Return the DeepSpeed configuration that the run recommends."""
         config = json.loads(self.reads("best_ds_config.json"))
         assert isinstance(config, dict)
         return config
 
     def true_speed(self, config: Mapping[str, Any]) -> float:
-        """Return the world's true throughput of a configuration; 0 if it does not run."""
+        """Return the world's true throughput of a configuration, in samples/s; 0 if it does not
+        run."""
         metrics = self.world.answer(config).metrics
         return 0.0 if metrics is None else metrics.throughput
 
@@ -251,7 +252,7 @@ class User:
         handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         here = Path.cwd()
         os.chdir(self.folder)
-        # No test cuts the power: that nothing is forced to the disk saves half of the time.
+        # Tests need no protection from a power failure; without fsync they take half the time.
         sync = mock.patch.object(os, "fsync")
         no_others = mock.patch.object(psutil, "process_iter", return_value=())
         try:
@@ -291,7 +292,7 @@ class User:
         return Started(pid, out, err)
 
     def _in_child(self, argv: list[str], harm: Harm) -> NoReturn:
-        """Run a command in this process, which was forked for it, and end."""
+        """Run a command in this forked process, then exit."""
         status = 70
         try:
             os.environ.update(harm.variables)
@@ -330,11 +331,11 @@ class User:
         out, err = os.dup(process.stdout.fileno()), os.dup(process.stderr.fileno())
         process.stdout.close()
         process.stderr.close()
-        process.returncode = 0  # `Started` waits for it
+        process.returncode = 0  # marks it as ended, because `Started` waits for it instead
         return Started(process.pid, out, err)
 
     def _command(self, argv: list[str], harm: Harm) -> int:
-        """Run the command line in this process, with the world in place of a machine."""
+        """Run the command line in this process, with the world in place of this machine."""
 
         def make(ready: Any, folder: Path) -> MadeUpEngine:
             return MadeUpEngine(
@@ -371,7 +372,7 @@ def machine_of(world: World) -> Machine:
 
 
 def main(scenario: str) -> NoReturn:
-    """Run a command in this interpreter, as `User.starts` asks for it."""
+    """Run a command in this interpreter, for `User.starts`."""
     given = json.loads(scenario)
     user = User(Path.cwd(), World.from_json(given["world"]), given["pause_s"])
     user._in_child(given["argv"], Harm())

@@ -1,7 +1,7 @@
-"""An engine on accelerators that do not exist: its supervisors note what they are told to start.
+"""An engine on made-up accelerators: scripted supervisors record the launch requests they get.
 
-What a user gets of it is what each rank of a trial is given: its host, variables and cores. Trials
-end at once, or when a test says so.
+A test inspects what each rank was given: its host, variables and cores. Trials end at once, or when
+the test says so.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ GPUS = Machine("cuda", "test", ("0", "1", "2", "3"), ("CUDA_VISIBLE_DEVICES",), 
 
 
 def hosts_of(count: int, machine: Machine = GPUS) -> list[Host]:
-    """So many hosts `a`, `b`, ... with a machine each; one alone has no name."""
+    """Make `count` hosts `a`, `b`, ... that are copies of a machine; a single host has no name."""
     return [Host(machine, name) for name in "abcdefgh"[:count]] if count > 1 else [Host(machine)]
 
 
 @dataclass(frozen=True)
 class Given:
-    """Ranks that a trial was given on a host."""
+    """A request to launch ranks of a trial on a host."""
 
     host: int
     ranks: Sequence[Mapping[str, Any]]
@@ -46,7 +46,7 @@ class Given:
         return devices
 
     def env(self, name: str) -> list[str | None]:
-        """Return a variable of each rank."""
+        """Return the value of a variable in each rank."""
         return [rank["env"].get(name) for rank in self.ranks]
 
     @property
@@ -58,11 +58,11 @@ class ScriptedHosts:
     """Supervisors of made-up hosts.
 
     Attributes:
-        holds: ranks go on until this is false; or the trials that do.
-        ends: how the ranks of a trial end instead: exit statuses, and who was killed for another.
-        given: by trial, what it was started with, one start after the other.
-        lost: hosts, whose loss is yet to be reported or was.
-        requests: to start ranks of trials that go on.
+        holds: whether ranks run on; or the ids of the trials whose ranks do.
+        ends: by trial, another end of its ranks: exit statuses, and whether dsat killed each rank.
+        given: by trial, its launch requests in order.
+        lost: the lost hosts; a new one is reported at the next `receive`.
+        requests: launch requests of ranks that still run.
     """
 
     def __init__(self) -> None:
@@ -75,18 +75,18 @@ class ScriptedHosts:
         self._killed: set[tuple[int, int]] = set()
 
     def replace_those_of(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Have every engine that is made from now on talk to these."""
+        """Make every engine created from now on use these supervisors."""
         monkeypatch.setattr("dsat.engines.engine.Supervisors", lambda *_, **__: self)
 
     def devices(self, trial: int) -> list[str]:
-        """Return the devices of a trial's starts."""
+        """Return the devices of each launch of a trial."""
         return [given.devices for given in self.given.get(trial, [])]
 
     def places(self, trial: int) -> dict[str, str]:
-        """Return the devices of a trial, by the letter of their host."""
+        """Return the devices of a trial, by the letter of the host."""
         return {"abcdefgh"[given.host]: given.devices for given in self.given[trial]}
 
-    # -- what an engine calls
+    # -- methods that an engine calls
 
     def send(self, host: int, request: Mapping[str, Any]) -> None:
         if request["op"] == "launch" and host not in self.lost:
@@ -144,13 +144,13 @@ class ScriptedHosts:
 def scripted_engine(
     folder: Path, hosts: Sequence[Host] | None = None, slots_per_trial: int = 1, **more: Any
 ) -> LocalEngine:
-    """An engine whose supervisors are scripted, with the program `tiny`."""
+    """Make an engine for the program `tiny`, whose supervisors are scripted."""
     chosen = hosts_of(1) if hosts is None else hosts
     return engine_of("tiny", folder, hosts=chosen, slots_per_trial=slots_per_trial, **more)
 
 
 def trial_of(number: int, **zero: Any) -> Trial:
-    """A trial of ZeRO stage 1, or with other settings of it."""
+    """Make a trial of ZeRO stage 1, or with other ZeRO settings."""
     batch = BatchTriple(1, 1, 1)
     overrides = {**batch.config(), "zero_optimization": {"stage": 1, **zero}}
     return Trial(number, TrialKind.SEARCH, f"t{number}", 1, batch, overrides=overrides)

@@ -1,8 +1,8 @@
-"""Training scripts that tests write, run as trials by a real engine: this script, this
-configuration -> this outcome, these notes, these files.
+"""Training scripts that tests write and run as trials of a real engine.
 
-A script may use `plain`, a module beside it: `note` writes down what a rank sees, `make_engine` and
-`train` do what most scripts do.
+A test states a script and a configuration, and expects an outcome, notes and files. The script may
+use the module `plain` in its folder: `note` records what a rank sees; `make_engine` and `train` do
+what most scripts do.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ CONFIG = {
 
 @dataclass(frozen=True)
 class Ended:
-    """A trial that ended."""
+    """A trial that has ended."""
 
     outcome: Outcome
     folder: Path
 
     def notes(self, rank: int = 0) -> dict[str, Any]:
-        """What a rank has noted."""
+        """Return the notes of a rank."""
         assert (self.folder / f"notes{rank}.json").exists(), (self.outcome, self.log)
         notes: dict[str, Any] = read_json(self.folder / f"notes{rank}.json")
         return notes
@@ -87,17 +87,17 @@ class Ended:
         return "".join((self.folder / name).read_text() for name in names)
 
     def well(self) -> Ended:
-        """Return this if the trial was measured."""
+        """Check that the trial was measured, and return this."""
         assert self.outcome.ok, (self.outcome, self.log)
         return self
 
 
 class Scripts:
-    """A folder with a training script that changes from trial to trial, and an engine for it.
+    """A folder with a training script that each trial rewrites, and an engine for it.
 
     Args:
-        folder: of the script, in `work`, and of the run.
-        options: of `testing.local.engine_of`, `slots_per_trial` among them.
+        folder: parent of the script's folder `work` and the run's folder `run`.
+        options: arguments of `testing.local.engine_of`, including `slots_per_trial`.
     """
 
     def __init__(self, folder: Path, **options: Any) -> None:
@@ -135,8 +135,8 @@ class Scripts:
 
         Args:
             config: further settings of the trial.
-            switches: of the script, as the trial has them.
-            more: fields of the trial.
+            switches: values of the script's switches in the trial.
+            more: further fields of the trial.
         """
         (self.work / "train.py").write_text(f"from plain import *\n{script}")
         plain = self._bench.trial(kind=kind, micro_batch=micro_batch, gas=gas)
@@ -148,12 +148,12 @@ class Scripts:
         )
 
     def run(self, script: str, **of_trial: Any) -> Ended:
-        """Run a script as a trial; arguments as of `trial`."""
+        """Run a script as a trial; arguments as in `trial`."""
         trial = self.trial(script, **of_trial)
         return Ended(self._bench.run(trial), self._bench.path(trial))
 
     def run_in_full(self, script: str) -> Ended:
-        """Run a script in full length."""
+        """Run a script at full length, without a measurement."""
         folder = self.engine.train(self.trial(script))
         [(_, outcome)] = self.engine.poll(PATIENCE_S)
         return Ended(outcome, folder)
@@ -161,7 +161,7 @@ class Scripts:
 
 @contextlib.contextmanager
 def scripts_in(folder: Path, **options: Any) -> Iterator[Scripts]:
-    """A folder for scripts; supervisors are imported, so that a trial takes about a second."""
+    """Make a folder for scripts, whose trials take about a second (`testing.warm_host`)."""
     scripts = Scripts(folder, **{"imported": True, **options})
     try:
         yield scripts

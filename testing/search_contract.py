@@ -1,7 +1,7 @@
-"""What every search must do, and the one place that knows how a search is driven.
+"""Contract of every search, and the only place that knows how to drive one.
 
-Tests of searches speak of proposals and of how they ended. How a search is called is in `Driven`
-alone: whoever changes the interface of searches changes this class, and no test.
+Tests of searches speak of proposals and their outcomes. Only `Driven` calls a search: if the
+interface of searches changes, this class changes and no test does.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ BUCKETS = (10**6, 5 * 10**6, 10**7, 5 * 10**7, 10**8, 5 * 10**8, 10**9, 5 * 10**
 
 @dataclass(frozen=True)
 class Proposed:
-    """A proposal, in the terms of tests.
+    """A proposal in the terms of tests.
 
     Attributes:
-        settings: flat, by the names of the settings.
+        settings: values by name of the setting, without nesting.
         micro_batch: samples per device and micro step.
         arm: the search's number for these settings; -1 if it gave none.
-        note: facts of the search.
-        place: among all trials that began.
+        note: further numbers that the search attached.
+        place: index among all observations.
     """
 
     settings: Mapping[str, Any]
@@ -45,7 +45,7 @@ class Proposed:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Predicted memory: the largest micro batch that fits, by the settings."""
+    """A memory prediction: `predict` maps settings to the largest micro batch that fits."""
 
     predict: Callable[[Mapping[str, Any]], float]
 
@@ -57,18 +57,18 @@ class Predicted:
 
 
 class Driven:
-    """A search, with what it has proposed and how that ended.
+    """A search with its proposals and their outcomes.
 
     Args:
-        method: its name, or its class.
-        space: what may be tried.
-        ceiling: samples that fit by the profile of a model without parameters.
-        profile: of another model.
-        metric: to optimise.
-        predict: predicts the largest micro batch of some settings.
+        method: the search's name or class.
+        space: the search space.
+        ceiling: number of samples that fit, for the default model, which has no parameters.
+        profile: profile of another model.
+        metric: the metric to optimise.
+        predict: maps settings to the largest micro batch that fits.
         costs: predicts durations.
         ramp: raise micro batches step by step.
-        options: of the search.
+        options: options of the search.
     """
 
     def __init__(
@@ -94,7 +94,8 @@ class Driven:
         self._observations: list[Observation] = []
 
     def propose(self) -> Proposed | None:
-        """Return the next configuration, which begins; None if there is none now."""
+        """Return the next configuration, which then counts as running; None if there is none
+        now."""
         answer = self._ask()
         if not isinstance(answer, Proposal):
             return None
@@ -110,12 +111,12 @@ class Driven:
         return Proposed(settings, point.micro_batch, arm, answer.note, place)
 
     def end(self, proposal: Proposed, outcome: Outcome) -> None:
-        """Let a proposal end; those that run at once end in any order."""
+        """Report the outcome of a proposal; proposals may end in any order."""
         place = proposal.place
         self._observations[place] = replace(self._observations[place], outcome=outcome)
 
     def observe(self, micro_batch: int, outcome: Outcome) -> None:
-        """Show the user's own trial, with the first branch's first settings."""
+        """Report the baseline, with the first settings of the first branch."""
         batch = self.space.batch(micro_batch, self.space.branches[0].settings(0))
         self._observations.append(
             Observation(
@@ -129,7 +130,7 @@ class Driven:
 
     @property
     def stop_reason(self) -> str | None:
-        """Why the search is over; None while it is not, or only waits."""
+        """Why the search has stopped; None if it has not, or has nothing more to try."""
         answer = self._ask()
         return answer.reason if isinstance(answer, Stop) and answer.reason != EXHAUSTED else None
 
@@ -138,7 +139,7 @@ class Driven:
 
 
 def space_of(lineages: int = 8, *, micro_batches: Sequence[int] = range(1, 65)) -> Space:
-    """Return stage 1 with up to 8 ZeRO sections, which differ in their bucket size."""
+    """Return a space of stage 1 with up to 8 ZeRO sections, which differ in their bucket size."""
     return Space(
         strategies=plain(1),
         micro_batches=micro_batches,
@@ -149,15 +150,16 @@ def space_of(lineages: int = 8, *, micro_batches: Sequence[int] = range(1, 65)) 
 
 
 def play(search: Driven, script: str, *, metric: str = "throughput") -> None:
-    """Drive a search through a schedule written by hand and compare it line by line.
+    """Drive a search through a schedule written by hand, and compare it line by line.
 
-    Lines of a script, where `L` is the number of a choice of settings and `M` a micro batch:
+    Lines of a schedule, where `L` is the arm (the number of a choice of settings) and `M` a micro
+    batch:
 
-        ask L@M              the search proposes this; then, where there are any, the stage (of
-                             several) and the note, as in `ask 0@8 stage 1 rung 0`
-        ask nothing          the search has nothing to propose now
-        tell L@M OOM         what became of a proposal
-        tell L@M OK 12.5     the same, with the objective's value
+        ask L@M              the search must propose this; the stage (if there are several) and
+                             the note follow, as in `ask 0@8 stage 1 rung 0`
+        ask nothing          the search must propose nothing now
+        tell L@M OOM         report an outcome of a proposal
+        tell L@M OK 12.5     report success, with the value of the objective
     """
     running: dict[str, Proposed] = {}
     for number, line in enumerate(script.strip().splitlines(), start=1):
@@ -186,9 +188,9 @@ def _words(search: Driven, proposal: Proposed) -> list[str]:
 
 
 def walk(search: Driven, trials: str) -> None:
-    """Play one trial after the other: `8 OK, 12 OOM, end`, `end` if that was the last.
+    """Play trials one by one: `8 OK, 12 OOM, end`, where `end` means no further proposal.
 
-    The larger a micro batch, the slower it is. A choice of settings may be given: `1@7 OK`.
+    A larger micro batch is slower. A trial may also name the arm: `1@7 OK`.
     """
     for trial in trials.split(", "):
         proposal = search.propose()
@@ -210,7 +212,7 @@ def proposals_of(
     order: int = 0,
     limit: int = 300,
 ) -> list[Proposed]:
-    """Return all proposals of a search; `order` seeds which of the running ones ends next."""
+    """Return all proposals of a search; `order` seeds the choice of the next trial that ends."""
     rng = np.random.default_rng(order)
     proposed: list[Proposed] = []
     running: list[Proposed] = []

@@ -1,7 +1,7 @@
-"""Outputs in the documents: each `console` block shows what its commands print.
+"""Checks `console` blocks in the documents: each must show what its commands print.
 
-`python -m testing.shown` writes the outputs anew. Commands that look at runs see the recorded run,
-a real one of `make demo`; others run in the folder that the block goes to, in `examples`.
+`python -m testing.shown` rewrites the outputs. Commands that read runs (`show`, `compare`,
+`export`) see the recorded run, a real one of `make demo`. Others start in the repository's folder.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BLOCK = re.compile(r"(?<=^```console\n)(.*?)(?=^```$)", re.S | re.M)
 _PROMPT, _MORE = "$ ", "..."
 _LOOKS = ("show", "compare", "export")
 _LIMIT_S = 600
-# Lines that are there only where a machine takes long.
+# Lines that are printed only on a slow machine.
 _IF_SLOW = (
     "checking the configuration with DeepSpeed",
     "importing torch and DeepSpeed",
@@ -35,25 +35,26 @@ _IF_SLOW = (
 
 @dataclass(frozen=True)
 class Block:
-    """Commands of a block and the lines that it shows below them."""
+    """The commands of a block, and the lines that it shows below them."""
 
     commands: tuple[str, ...]
     shown: tuple[str, ...]
 
     @property
     def looks(self) -> bool:
-        """Check for a command that looks at the recorded run."""
+        """Whether the last command reads the recorded run."""
         return shlex.split(self.commands[-1])[1] in _LOOKS
 
     @property
     def is_cut(self) -> bool:
-        """Check for a block that shows the first lines only."""
+        """Whether the block shows only the first lines of the output."""
         return self.shown[-1:] == (_MORE,)
 
     def printed(self) -> list[str]:
-        """Run the commands and return as many lines as are shown.
+        """Run the commands; return the lines to show.
 
-        The last ones that they print; the first ones if the block ends with `...`.
+        A block that reads a run shows all lines. Others show as many lines as they do now: the last
+        ones, or the first ones if the block ends with `...`.
         """
         if not self.looks:
             lines = _ran(self.commands, ROOT)
@@ -63,13 +64,13 @@ class Block:
         with tempfile.TemporaryDirectory() as folder:
             run = Path(folder) / "dsat_runs" / "train-1"
             shutil.copytree(RECORDED, run)
-            for name in ("best_ds_config.json", "report.html"):  # as every run leaves them
+            for name in ("best_ds_config.json", "report.html"):  # files that every run has
                 (run / name).touch()
             return _ran(self.commands, Path(folder))
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """Yield the blocks of a document that show an output, or look at the recorded run."""
+    """Yield the blocks of a document that show an output, or read the recorded run."""
     for match in _BLOCK.finditer(text):
         block = _block_of(match[1])
         if block.shown or block.looks:
@@ -83,7 +84,7 @@ def _block_of(text: str) -> Block:
 
 
 def _ran(commands: tuple[str, ...], folder: Path) -> list[str]:
-    """Return what commands print, run one after the other in a shell."""
+    """Return what commands print, run one by one in a shell."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         ["/bin/bash", "-c", " && ".join(commands)],
@@ -100,7 +101,7 @@ def _ran(commands: tuple[str, ...], folder: Path) -> list[str]:
 
 
 def main() -> None:
-    """Write the outputs of all documents anew."""
+    """Rewrite the outputs in all documents."""
 
     def renewed(match: re.Match[str]) -> str:
         block = _block_of(match[1])

@@ -1,4 +1,4 @@
-"""An engine on a virtual clock: outcomes come from a function, and no time passes."""
+"""An engine on a virtual clock: outcomes come from a function, and no real time passes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dsat.values.trial import Trial
 
 
 class SimulatedEngine:
-    """Runs trials by asking a function what would come of them.
+    """Takes the outcomes of trials from a function.
 
     Args:
-        outcome_of: the outcome of a trial, its `duration_s` in virtual seconds.
+        outcome_of: returns the outcome of a trial, with `duration_s` in virtual seconds.
         num_slots: slots that trials may use at once.
         slots_per_trial: slots of every trial.
 
@@ -28,7 +28,7 @@ class SimulatedEngine:
         self._outcome_of = outcome_of
         self.num_slots = num_slots
         self._slots_per_trial = slots_per_trial
-        self._running: dict[int, Outcome] = {}  # and what it will be
+        self._running: dict[int, Outcome] = {}  # outcomes of running trials, by id
         self._ends: list[tuple[float, int]] = []
 
     def launch(self, trial: Trial) -> None:

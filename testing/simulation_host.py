@@ -1,4 +1,4 @@
-"""A simulation server without a script: it answers from a function."""
+"""A simulation server without a script: a function makes its answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ SIZES = ("num_params", "trainable_params", "largest_param", "param_bytes")
 
 
 def facts_of(num_params: int) -> ModelFacts:
-    """A model in fp32, all of it trained, with 30 MiB of activations a sample."""
+    """Return facts of a model in fp32 that is fully trained, with 30 MiB of activations per
+    sample."""
     return ModelFacts(
         num_params=num_params,
         trainable_params=num_params,
@@ -34,17 +35,17 @@ def facts_of(num_params: int) -> ModelFacts:
 
 
 class FakeSimulationHost:
-    """An engine whose script answers every request for a configuration by `answer`.
+    """An engine whose simulation server answers each request with `answer`.
 
     Args:
-        facts, answer: what it answers.
-        fails: instead, every request fails so, those for activations among them.
-        fails_early: the script itself fails so, before it can be asked.
-        sequence_length, model_takes: tokens of a sample, and the most that the model takes.
-        optimizer: the section that stands for the optimizer that the script passes.
+        facts, answer: the model's facts, and the function that makes answers.
+        fails: if set, every request fails with this message.
+        fails_early: if set, the script itself fails with this message before the first request.
+        sequence_length, model_takes: tokens of a sample, and the most that the model accepts.
+        optimizer: the configuration section for the optimizer that the script passes.
 
     Attributes:
-        asked: every request that came.
+        asked: all requests received.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class FakeSimulationHost:
         self._ended.set()
 
     def _serve(self, messages: Path) -> None:
-        with contextlib.suppress(FileNotFoundError):  # the client has ended
+        with contextlib.suppress(FileNotFoundError):  # the client has removed the folder
             protocol.send(messages / protocol.SCRIPT_FILE, self._hello)
             while not self._ended.wait(0.01):
                 for path in sorted(messages.glob(protocol.QUESTIONS)):
@@ -114,7 +115,7 @@ class FakeSimulationHost:
 
 
 def by_formula(facts: ModelFacts) -> Answer:
-    """Simulations that agree with the closed form."""
+    """Return answers that agree with the closed form."""
 
     def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
         size, slots = request["micro_batch"], request["slots"]
@@ -125,9 +126,9 @@ def by_formula(facts: ModelFacts) -> Answer:
 
 
 def failing_in(stages: set[int], other: Answer) -> Answer:
-    """Inject torch's error for an operator without an implementation on fake tensors.
+    """Return answers that fail in some ZeRO stages, and come from `other` in the rest.
 
-    Other ZeRO stages get another answer.
+    The failure is torch's error for an operator without an implementation for fake tensors.
     """
 
     def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:

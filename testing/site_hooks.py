@@ -1,6 +1,6 @@
-"""Parts of the documentation made from elsewhere: files of the repository beside its pages.
+"""Pages of the site made from files of the repository outside of `docs`.
 
-mkdocs calls these functions (`hooks` in `mkdocs.yml`). Nothing that is generated here is kept.
+mkdocs calls these functions (`hooks` in `mkdocs.yml`). Generated pages are not kept.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-# Pages that are files of the repository, by their place on the site.
+# Files of the repository that become pages, by their path on the site.
 PAGES = {
     "contributing.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
@@ -25,7 +25,7 @@ _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the repository's own files."""
+    """Add the files of the repository."""
     for name, source in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, name, content=_with_links(text, source)))
@@ -35,14 +35,15 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Link to those files as the site has them."""
+    """Redirect links to those files to their paths on the site."""
     for name, source in {**PAGES, **PICTURES}.items():
         markdown = markdown.replace(f"](../{source}", f"]({name}")
     return markdown
 
 
 def _with_links(text: str, source: str) -> str:
-    """Links of a repository's file as the site has them; what is no page is only named."""
+    """Redirect the links of a repository's file to the site; a target without a page is only
+    named."""
     places = {ROOT / path: page for page, path in {**PAGES, **PICTURES}.items()}
     places |= {path: path.name for path in (ROOT / "docs").glob("*.md")}
 

@@ -1,4 +1,4 @@
-"""Slurm's own daemons, several nodes of them on this machine, without a service manager."""
+"""Real daemons of Slurm with several nodes on this machine, started without a service manager."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dsat.engines.ports import free_ports
 from testing.local import wait_until
 
 PROGRAMS = ("slurmctld", "slurmd", "slurmstepd", "srun", "sbatch", "salloc", "scancel", "scontrol")
-# A partition whose jobs have jobs of the other one requeued that are in their way.
+# A partition whose jobs preempt the jobs of the other partition, which are requeued.
 URGENT = "urgent"
 _PATIENCE_S = 60.0
 _KILL_WAIT_S = 20
@@ -59,9 +59,9 @@ class Slurm:
     """A cluster whose daemons run.
 
     Attributes:
-        folder: of its configuration, state and logs.
-        nodes: names of the nodes, each with one processor core and two devices that stand for GPUs.
-        env: what programs need to find it.
+        folder: its configuration, state and logs.
+        nodes: names of the nodes; each has two devices that stand for GPUs.
+        env: variables with which programs find the cluster.
     """
 
     folder: Path
@@ -69,7 +69,8 @@ class Slurm:
     env: Mapping[str, str]
 
     def ask(self, *command: str, env: Mapping[str, str] | None = None) -> str:
-        """Return the output of one of Slurm's commands, with other variables if they are given."""
+        """Return the output of one of Slurm's commands, run with `env` or the cluster's
+        variables."""
         return subprocess.run(
             command,
             env=self.env if env is None else env,
@@ -81,7 +82,7 @@ class Slurm:
         ).stdout
 
     def submit(self, command: str, log: Path, *options: str) -> str:
-        """Submits a job script of one command; returns its number."""
+        """Submit a job script with one command; return the job's number."""
         script = log.with_suffix(".sh")
         script.write_text(f"#!/bin/sh\nexec {command}\n")
         words = ["--parsable", f"--output={log}", *options, str(script)]
@@ -94,7 +95,7 @@ class Slurm:
         return state
 
     def wait_for(self, job: str, timeout_s: float) -> str:
-        """Waits until a job has ended and its nodes are free; returns its state."""
+        """Wait until a job has ended and all nodes are idle; return the job's state."""
         going_on = ("PENDING", "RUNNING", "COMPLETING")
         wait_until(lambda: self.state(job) not in going_on, f"the end of job {job}", timeout_s)
         wait_until(lambda: self._idle() == len(self.nodes), "idle nodes", timeout_s)
@@ -102,7 +103,7 @@ class Slurm:
 
     @contextlib.contextmanager
     def allocation(self, nodes: int, *options: str) -> Iterator[Mapping[str, str]]:
-        """So many nodes, as a shell has them that `salloc` begins: by its variables."""
+        """Allocate nodes; yield the variables of a shell that `salloc` starts."""
         script = "env -0; echo; exec cat >/dev/null"
         with subprocess.Popen(
             ["salloc", "--quiet", f"--nodes={nodes}", *options, "sh", "-c", script],
@@ -128,13 +129,14 @@ class Slurm:
 
 
 def missing() -> list[str]:
-    """Programs of Slurm's that are not installed."""
+    """Return the programs of Slurm that are not installed."""
     return [name for name in PROGRAMS if shutil.which(name, path=_path()) is None]
 
 
 @contextlib.contextmanager
 def running(folder: Path, nodes: int, *, cpus: int = 1) -> Iterator[Slurm]:
-    """A cluster of so many nodes with so many processor cores each; all has ended afterwards."""
+    """Start a cluster of `nodes` nodes with `cpus` CPU cores each; stop its jobs and daemons on
+    exit."""
     names = [f"n{number}" for number in range(1, nodes + 1)]
     controller_port, *ports = free_ports(nodes + 1)
     user = subprocess.run(["id", "-un"], capture_output=True, text=True, check=True)
@@ -152,7 +154,7 @@ def running(folder: Path, nodes: int, *, cpus: int = 1) -> Iterator[Slurm]:
     gpus = [f"NodeName={name} Name=gpu File={path}\n" for name in names for path in _GPUS]
     (folder / "gres.conf").write_text("".join(gpus))
     (folder / "state").mkdir()
-    # This may itself run in a job of another cluster.
+    # The tests may run in a job of another cluster.
     env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     env |= {"SLURM_CONF": str(config), "PATH": _path()}
     cluster = Slurm(folder, names, env)
@@ -162,7 +164,7 @@ def running(folder: Path, nodes: int, *, cpus: int = 1) -> Iterator[Slurm]:
     with contextlib.ExitStack() as daemons:
         daemons.enter_context(_daemon(["slurmctld", "-D"], env, folder / "slurmctld.out"))
         for number, name in enumerate(names):
-            # A node's jobs have its cores, as those of a node that is a machine would have theirs.
+            # The jobs of a node are bound to its cores, as on a separate machine.
             its = ",".join(str(cores[(number + n) % len(cores)]) for n in range(cpus))
             command = ["taskset", "--cpu-list", its, "slurmd", "-D", "-N", name, "-d", stepd]
             daemons.enter_context(_daemon(command, env, folder / f"{name}.out"))
@@ -192,6 +194,6 @@ def _daemon(command: Sequence[str], env: Mapping[str, str], log: Path) -> Iterat
 
 
 def _path() -> str:
-    """Return the search path of the daemons, with the Python of this environment."""
+    """Return the search path for the daemons, which includes this environment's Python."""
     given = os.environ.get("PATH", os.defpath)
     return os.pathsep.join([os.path.dirname(sys.executable), given, "/usr/sbin", "/usr/local/sbin"])

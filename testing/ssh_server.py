@@ -1,4 +1,4 @@
-"""Hosts that are reached with ssh: a scripted ssh, and a real sshd on this machine."""
+"""Hosts for ssh: a scripted `ssh`, and a real sshd on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from dsat.engines.ports import free_ports
 from testing.local import wait_until
 
-# Runs the command here, in another folder, without variables.
+# Runs the command on this machine, in another folder, without variables.
 SSH = """#!/bin/sh
 echo "$@" >> {folder}/given
 if [ "$1" = -G ]; then
@@ -75,7 +75,7 @@ PermitRootLogin yes
 
 
 def scripted_ssh(folder: Path) -> None:
-    """Make a program `ssh` in a folder; it notes in the file `given` what it is given."""
+    """Make a program `ssh` in a folder; it appends its arguments to the file `given`."""
     (folder / "elsewhere").mkdir(parents=True)
     (folder / "ssh").write_text(SSH.format(folder=folder))
     (folder / "elsewhere" / "uname").write_text("#!/bin/sh\necho container\n")
@@ -84,13 +84,13 @@ def scripted_ssh(folder: Path) -> None:
 
 
 def missing() -> list[str]:
-    """Programs of OpenSSH that are not installed."""
+    """Return the programs of OpenSSH that are not installed."""
     return [name for name in ("ssh", "sshd") if shutil.which(name, path=_path()) is None]
 
 
 @contextlib.contextmanager
 def running(folder: Path) -> Iterator[None]:
-    """A sshd, and a program `ssh` in the folder that knows it and has a key for it."""
+    """Run an sshd; make a program `ssh` in the folder that is configured for it."""
     client, daemon = (shutil.which(name, path=_path()) for name in ("ssh", "sshd"))
     assert client is not None and daemon is not None
     [port] = free_ports(1)

@@ -1,4 +1,4 @@
-"""A command that was started in a process of its own, and what it printed."""
+"""A command in a child process, and what it printed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LIMIT_S = 120.0
 
 @dataclass(frozen=True)
 class Told:
-    """Outputs of a command that ended."""
+    """Exit status and outputs of a command that has ended."""
 
     status: int
     out: str
@@ -31,21 +31,21 @@ class Told:
 
     @property
     def best(self) -> dict[str, Any]:
-        """The recommended trial's row of `--json`."""
+        """The row of the recommended trial in the output of `--json`."""
         row = self.json["best"]
         assert isinstance(row, dict), self
         return row
 
     @property
     def trials(self) -> list[dict[str, Any]]:
-        """The rows of all trials of `--json`."""
+        """The rows of all trials in the output of `--json`."""
         rows = self.json["trials"]
         assert isinstance(rows, list)
         return rows
 
 
 class Started:
-    """A command that runs; `wait` for its end, or signal it before."""
+    """A running command; `wait` for its end, or signal it first."""
 
     def __init__(
         self, pid: int, out: int, err: int | None, resized_to: tuple[int, int] | None = None
@@ -59,18 +59,19 @@ class Started:
             os.kill(self.pid, number)
 
     def is_running(self) -> bool:
-        """Return whether the process is there and has not ended."""
+        """Return whether the process has not ended yet."""
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
     def read_json(self) -> Any:
-        """Read the object that it prints before it goes on."""
+        """Read the first JSON object that the command prints, while it runs."""
         text = b""
         while not text.endswith(b"}\n"):
             text += os.read(self._out, 4096)
         return json.loads(text)
 
     def wait(self) -> Told:
-        """Wait for the end and return the outputs; status -SIGALRM if it hangs."""
+        """Wait for the end and return the outputs; a command that hangs gets the status
+        -SIGALRM."""
         found = {self._out: b"", **({} if self._err is None else {self._err: b""})}
         still_open, deadline = set(found), time.monotonic() + _LIMIT_S
         while still_open and time.monotonic() < deadline:

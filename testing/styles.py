@@ -1,4 +1,4 @@
-"""Memory of the catalogue's styles of scripts: simulated, and of a real rank."""
+"""Memory of the catalogue's styles of scripts: simulated, and measured on a real rank."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def simulated(
     switches: Mapping[str, Any] | None = None,
     on_device: bool = False,
 ) -> MemoryEstimate:
-    """Simulate a style.
+    """Simulate the memory of a style.
 
     Args:
         folder: for logs.
-        switches: of the model, that are not as the style has them.
-        on_device: rather than on a CPU, if that could train it.
+        switches: switches of the model that differ from the style.
+        on_device: simulate a GPU, even if a CPU can train the style.
     """
     config = style.config(micro_batch)
     entry = ["python3", *style.words("ds_config.json", micro_batch)]
@@ -70,14 +70,14 @@ def simulated(
 def real_peaks(
     style: Style, folder: Path, micro_batch: int, *, on_device: bool = False
 ) -> dict[str, int]:
-    """Peak bytes of a real rank by phase, on this machine's CPU or on the null CUDA.
+    """Return the peak bytes of a real rank by phase, on this machine's CPU or on the null CUDA.
 
     Args:
-        folder: for the configuration and what is compiled.
-        on_device: rather than on the CPU, if that can train it.
+        folder: for the configuration and compiled libraries.
+        on_device: use the null CUDA, even if the CPU can train the style.
 
     Raises:
-        RuntimeError: the run failed; with the end of its log.
+        RuntimeError: the run failed; the message is the end of its log.
     """
     config = folder / "real.json"
     total = {"train_batch_size": micro_batch}

@@ -2,11 +2,13 @@
 
     python -m testing.tuned_scripts [SCRIPT ...] [--launchers NAME ...] [--ranks N ...]
 
-`make frameworks` first installs TRL, PEFT and datasets beside the environment: transformers imports
-them where it finds them. Frameworks with files of their own are installed in `.cache/own_commands`,
-in versions that work together, without torch, DeepSpeed and what is here already; the command that
-their search prints is run to its end. Prints a row of a table for each script; ends with 1 if one
-of them was not tuned, or if its folder was changed.
+`make frameworks` first installs TRL, PEFT and datasets into a folder of the environment that only
+these searches see, as transformers imports them if it finds them. A framework with its own files is
+installed in `.cache/own_commands`, in versions that fit together, and without packages that the
+environment has. The training command that its search prints is run to its end.
+
+Prints a row of a table for each script. Returns 1 if a script was not tuned, or if its folder was
+changed.
 """
 
 from __future__ import annotations
@@ -46,10 +48,11 @@ _PATIENCE_S = 900
 
 @dataclass(frozen=True)
 class Tuned:
-    """A finished command, and what it did to the folder it was typed in.
+    """A finished search, and the changes that it made to its folder.
 
     Attributes:
-        changed: paths that are new, gone or different, but the run's folder and `Script.prepares`.
+        changed: paths that are new, gone or different, without the run's folder and
+            `Script.prepares`.
     """
 
     status: int
@@ -64,7 +67,7 @@ class Tuned:
 
 
 def snapshot(folder: Path) -> dict[str, tuple[str, int, int]]:
-    """Return the checksum or target, size and time of all in a folder but a run's own, by path."""
+    """Return checksum (or link target), size and time of each path in a folder, without the run."""
     found = {}
     for path in folder.rglob("*"):
         name, info = path.relative_to(folder), path.lstat()
@@ -72,7 +75,7 @@ def snapshot(folder: Path) -> dict[str, tuple[str, int, int]]:
             continue
         if path.is_symlink():
             found[str(name)] = (os.readlink(path), 0, info.st_mtime_ns)
-        elif path.is_dir():  # its time is that of the last file in it
+        elif path.is_dir():  # its time changes with the files in it
             found[str(name)] = ("folder", 0, 0)
         else:
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -81,7 +84,7 @@ def snapshot(folder: Path) -> dict[str, tuple[str, int, int]]:
 
 
 def prepare(script: Script, folder: Path, launcher: str, ranks: int) -> list[str]:
-    """Copy a script's files into a folder, and return the words that start it there."""
+    """Copy a script's files into a folder, and return the command that starts it there."""
     folder.mkdir(parents=True)
     if script.folder is not None:
         ignored = shutil.ignore_patterns("__pycache__")
@@ -99,23 +102,23 @@ def prepare(script: Script, folder: Path, launcher: str, ranks: int) -> list[str
 
 
 def is_installed(needs: str) -> bool:
-    """Return whether a package that a script needs is here, or beside the environment."""
+    """Return whether the package that a script needs is installed, here or in `_BESIDE`."""
     return not needs or importlib.util.find_spec(needs) is not None or (_BESIDE / needs).exists()
 
 
 def packages_of(script: Script) -> Path:
-    """Return the folder of the packages that are beside the environment for a script."""
+    """Return the folder with the further packages that a script needs."""
     return install(script.packages) if script.packages else _BESIDE
 
 
 def environment(packages: Path = _BESIDE) -> dict[str, str]:
-    """Return the variables of a user whose packages are in a folder."""
+    """Return the variables of a user whose further packages are in a folder."""
     path = [packages / "bin", Path(sys.executable).parent, os.environ["PATH"]]
     return {
         **os.environ,
         "PATH": os.pathsep.join(map(str, path)),
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(packages)]),
-        "DISABLE_VERSION_CHECK": "1",  # LLaMA-Factory's, which knows no later ones
+        "DISABLE_VERSION_CHECK": "1",  # LLaMA-Factory rejects later versions
         "DS_ACCELERATOR": "cpu",
         "AXOLOTL_DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
@@ -131,13 +134,13 @@ def tune(
     start: Sequence[str] = DSAT,
     job: Mapping[str, str] | None = None,
 ) -> Tuned:
-    """Search for a script's configuration in a copy of its folder.
+    """Tune a script in a copy of its folder.
 
     Args:
-        folder: for the copy.
-        launcher: of `LAUNCHERS`; the script's first one by default.
-        start: the words in place of `dsat`.
-        job: variables of a job of Slurm's.
+        folder: the folder of the copy.
+        launcher: a key of `LAUNCHERS`; by default the script's first one.
+        start: the command that replaces `dsat`.
+        job: variables of a Slurm job.
     """
     command = prepare(script, folder, launcher or script.launchers[0], ranks)
     before = snapshot(folder)
@@ -158,7 +161,7 @@ def tune(
 
 
 def fault_of(script: Script, told: Tuned) -> str:
-    """Return what is not as the catalogue has it; "" if all is."""
+    """Return how a search differs from what the catalogue expects; "" if it does not."""
     if told.changed:
         return f"its folder was changed: {', '.join(told.changed)}"
     fails = script.fails
@@ -182,7 +185,7 @@ def fault_of(script: Script, told: Tuned) -> str:
 
 
 def fault_of_answer(script: Script, told: Tuned) -> str:
-    """Return what is wrong with the changed copy of a framework's file, and with training by it."""
+    """Return what is wrong with the changed copy of a framework's file, or with training by it."""
     best = told.run.best
     assert best is not None
     copy = (told.folder / "run" / script.own_file).read_text()
@@ -199,9 +202,9 @@ def fault_of_answer(script: Script, told: Tuned) -> str:
 
 
 def fault_of_statements(script: Script, told: Tuned) -> str:
-    """Return what is wrong with the verdict on a script that says how it trained.
+    """Return what is wrong with the verdict on a script that prints how it trained.
 
-    The printed command must train as many steps as the user's own does, of the best micro batch.
+    The printed command must train as many steps as the user's own, with the best micro batch.
     """
     if script.fails is not None or told.changed:
         return fault_of(script, told)
@@ -219,7 +222,7 @@ def fault_of_statements(script: Script, told: Tuned) -> str:
 
 
 def _trained(line: str, folder: Path, log: Path | None = None) -> tuple[int, int]:
-    """Return the steps and the micro batch that a command trains, from what its script says."""
+    """Run a training command; return the steps and the micro batch that its script prints."""
     done = subprocess.run(
         ["bash", "-c", line],
         cwd=folder,
@@ -237,7 +240,7 @@ def _trained(line: str, folder: Path, log: Path | None = None) -> tuple[int, int
 
 
 def documented_commands() -> dict[str, tuple[str, list[str]]]:
-    """By title: the folder and the words after `dsat` that the documentation shows."""
+    """Return the documented commands, by title: the folder and the arguments of `dsat`."""
     found, example = {}, r"^\| \[(\w+)\].*`(?:python3 -m )?dsat (\w+ .*)` \|$"
     for name, line in re.findall(example, (ROOT / "examples/README.md").read_text(), re.M):
         found[name] = (f"examples/{name}", shlex.split(line))
@@ -252,7 +255,7 @@ def documented_commands() -> dict[str, tuple[str, list[str]]]:
 
 
 def main() -> int:
-    """Print the table; 1 if something was not tuned."""
+    """Print the table; return 1 if something was not tuned."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     names = [script.name for script in of_suite(FRAMEWORKS)]
     parser.add_argument("scripts", nargs="*", default=names, metavar="SCRIPT")

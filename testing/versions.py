@@ -1,4 +1,4 @@
-"""Marks for tests that need a certain version of what is installed."""
+"""Marks for tests that need a certain version of a package."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from packaging.version import Version
 
 
 def needs(package: str, since: str, otherwise: str) -> pytest.MarkDecorator:
-    """Skip a test where a package is older.
+    """Skip a test if a package is older than `since`.
 
     Args:
         since: the first version with which the test can pass.
-        otherwise: what older ones do, for the reason that is printed.
+        otherwise: what older versions do, for the printed reason.
     """
     installed = version(package)
     return pytest.mark.skipif(

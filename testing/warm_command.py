@@ -1,7 +1,7 @@
-"""The command line, whose supervisors and looks at the accelerators a warm host forks.
+"""The dsat command with supervisors and accelerator queries forked from a warm host.
 
-Such a command takes ten seconds of a core less. Tests of what becomes of processes, of what they
-import and of how long they take need the command itself.
+This saves ten seconds of CPU time per command. Tests of processes, imports or durations need the
+plain command.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ config_check.main()
 
 
 def words(prefix: Sequence[str] = ()) -> list[str]:
-    """Return the words in place of `python3 -m dsat`.
+    """Return the command that replaces `python3 -m dsat`.
 
     Args:
-        prefix: of a warm host; by default of one on a CPU.
+        prefix: the prefix of a warm host; by default that of a host on a CPU.
     """
     prefix = prefix or warm_host.prefix()
     return [sys.executable, "-c", _CODE, str(_ROOT), str(len(prefix)), *prefix]
 
 
 def use(prefix: Sequence[str], put: Callable[[object, str, object], None] = setattr) -> None:
-    """Has everything in this process that runs on this machine run behind a prefix.
+    """Make dsat in this process run everything on this machine behind a prefix.
 
     Args:
-        put: sets an attribute, as `setattr` does or pytest's `monkeypatch.setattr`.
+        put: sets an attribute, like `setattr` or pytest's `monkeypatch.setattr`.
     """
 
     def find_machine(variables: Mapping[str, str] | None = None) -> Machine:
@@ -65,7 +65,7 @@ def use(prefix: Sequence[str], put: Callable[[object, str, object], None] = seta
 
 
 def check_configurations(questions: str, prefix: Sequence[str] = ()) -> dict[str, Any]:
-    """Let DeepSpeed check configurations, as `dsat.prepare.installed_deepspeed` does."""
+    """Let DeepSpeed validate configurations, as `dsat.prepare.installed_deepspeed` does."""
     with tempfile.TemporaryDirectory() as folder:
         files = [f"{folder}/questions.json", f"{folder}/answer.json"]
         Path(files[0]).write_text(questions, encoding="utf-8")

@@ -1,13 +1,15 @@
-"""A host whose supervisors find torch and DeepSpeed imported, for tests that need many engines.
+"""A host whose supervisors start with torch and DeepSpeed imported, for tests with many engines.
 
     python -m testing.warm_host SOCKET
 
-The imports take a supervisor six seconds of a core, and three to look at the accelerators. This
-process makes them once, and forks a supervisor, a look or a program that is given with `-c`,
-whenever `CLIENT`, which stands where a command that reaches another host would, hands it three
-pipes, a folder and variables. It ends with whoever started it. What is forked so has the pipes of
-the engine itself, and ends as any does; but it is no child of the engine's process nor of the
-client's, so tests of what becomes of processes need a host without it.
+In a supervisor, the imports take six seconds of CPU time; a query of the accelerators takes three.
+This process imports everything once. Then it forks a supervisor, a query, or a program passed with
+`-c`, for each `CLIENT` that connects. `CLIENT` stands in place of a command that reaches another
+host, and sends three pipes, a folder and variables. A warm host ends with the process that started
+it.
+
+A forked process has the engine's pipes and ends as usual. But it is a child of neither the engine's
+process nor the client, so tests of processes need a plain host.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Python without its site packages, and few modules: it starts in a moment.
+# Runs without site packages and with few modules, so that it starts quickly.
 CLIENT = """
 import array, json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as there:
@@ -46,10 +48,10 @@ LOOK = ["-m", "dsat.engines.machines.accelerators"]
 
 
 def prefix(**variables: str) -> tuple[str, ...]:
-    """Return the words before a command that let it be forked.
+    """Return a prefix for commands: a warm host forks a command that has it.
 
     Args:
-        variables: of the process that imports; by default it is on a CPU.
+        variables: variables of the warm host; by default it is on a CPU.
     """
     return _started(tuple({"DS_ACCELERATOR": "cpu", **variables}.items()))
 
@@ -61,7 +63,7 @@ def _started(variables: tuple[tuple[str, str], ...]) -> tuple[str, ...]:
         [sys.executable, "-m", __spec__.name, str(address)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        cwd=Path(__file__).parents[1],  # a test may have gone elsewhere
+        cwd=Path(__file__).parents[1],  # a test may have changed the working directory
         env={**os.environ, **dict(variables)},
         start_new_session=True,
     )
@@ -77,12 +79,12 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def serve(address: str) -> None:
-    """Forks supervisors until the standard input ends; then removes the folder of its socket."""
+    """Fork supervisors until the standard input ends; then remove the socket's folder."""
     from dsat.engines.supervisors import WARM_MODULES
     from dsat.in_trial.adapters.install import install
 
     install()  # as a supervisor does before its imports
-    # As after a first trial of a Trainer script: each would take seconds for it.
+    # Includes what a supervisor imports after a first trial with the Trainer, which takes seconds.
     for name in (*WARM_MODULES, "dsat.simulation.borrowed_model", "transformers.trainer"):
         importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -97,11 +99,11 @@ def serve(address: str) -> None:
                 _attend(connection)
             connection.close()
     os.unlink(address)
-    os.rmdir(Path(address).parent)  # made for it alone
+    os.rmdir(Path(address).parent)  # contains only the socket
 
 
 def _attend(connection: socket.socket) -> NoReturn:
-    """Forks a supervisor, and says how it ended."""
+    """Fork a process, and report its exit status to the client."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pipes = array.array("i")
     _, control, *_ = connection.recvmsg(1, socket.CMSG_SPACE(3 * pipes.itemsize))
@@ -114,7 +116,7 @@ def _attend(connection: socket.socket) -> NoReturn:
         _become(start, list(pipes))
     for number in pipes:
         os.close(number)
-    for number in (0, 1):  # of the server, which is not to wait for this
+    for number in (0, 1):  # the server's pipes, which must close when the server ends
         os.close(number)
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     connection.sendall(f"{status if status >= 0 else 128 - status}\n".encode())
@@ -156,7 +158,7 @@ def _run(words: list[str]) -> int:
 
 
 def _run_program(code: str) -> int:
-    """Run a program to an end as the interpreter's own; return its exit status."""
+    """Run a program, with exit functions as in an interpreter; return its exit status."""
     status = 0
     atexit._clear()
     try:

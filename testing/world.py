@@ -1,6 +1,6 @@
-"""A made-up world: what becomes of a trial on GPUs that do not exist, and all that can go wrong.
+"""A made-up world: outcomes of trials on made-up GPUs, with everything that can go wrong.
 
-One world serves tests and benchmarks; time and memory are those of `testing.physics`.
+Tests and benchmarks share it; time and memory are those of `testing.physics`.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class Failure:
     """A failure of some trials.
 
     Attributes:
-        kind: of the outcome.
+        kind: kind of the outcome.
         where: facts of the trials that fail (`World.facts`), each a value or a list of values.
-        message, detail: as an engine words them.
+        message, detail: texts, as an engine words them.
         before_engine: it failed before `deepspeed.initialize`, whatever the configuration.
-        fixed_batch: samples that the script feeds whatever the configuration is.
-        batch_flag: of the script, that changes that number if a trial gives it.
-        completed_steps: before an error of the script.
+        fixed_batch: samples that the script feeds regardless of the configuration.
+        batch_flag: a flag of the script that would change this number; trials that set it run.
+        completed_steps: optimizer steps before an error of the script.
     """
 
     kind: str
@@ -83,13 +83,13 @@ class Finding:
     """Something that the meter reports of some trials besides their time.
 
     Attributes:
-        where: facts of the trials, as of a failure.
-        warnings: of the outcome.
+        where: facts of the trials, as in `Failure`.
+        warnings: further warnings of the outcome.
         waiting: part of each step that waits for data.
-        late: steps that took far longer, and were left out.
+        late: numbers of steps that took far longer and were not measured.
         evaluated: part of the steps with a forward pass outside of training.
-        longer: tokens of a sample by those of the model.
-        step_sd: in place of the world's.
+        longer: tokens of a sample, relative to the model's.
+        step_sd: replaces the world's.
     """
 
     where: Mapping[str, Any] = field(default_factory=dict)
@@ -103,31 +103,31 @@ class Finding:
 
 @dataclass(frozen=True)
 class World(Physics):
-    """A model on GPUs, and all that can go wrong there. Its outcomes depend on the trial alone.
+    """A model on GPUs, and everything that can go wrong. An outcome depends on the trial alone.
 
     Attributes:
-        at_once: trials that there are devices for.
-        seed: of the noise.
-        run_sd, step_sd: standard deviations of a run's and of a step's time, relative.
+        at_once: number of trials that the devices can run at the same time.
+        seed: seed of the noise.
+        run_sd, step_sd: relative standard deviations of a run's and of a step's time.
         drift: each further trial is slower by this fraction, as on a machine that heats up.
-        lucky: factors of the measured speed by kind of trial, which no other run repeats.
-        failures: the first one that matches a trial decides its outcome.
-        samples: that a device has; a larger micro batch cannot be measured.
-        tells_samples: also a trial that runs tells how many there are.
-        host_memory_bytes: of the host for each rank.
-        seeded: losses repeat from run to run, so that they can be compared.
-        compares_samples: its loss is over pairs of samples.
-        trains_otherwise: strategies (`z2`) whose losses fall more slowly.
-        switches: of the script, by name, with the values that can be set.
-        device_name: of every GPU.
-        seen_activations: that the first trial finds, as a part of what there are.
-        tells_memory: whether trials tell what they used.
+        lucky: factors of the measured speed by kind of trial, which the true speed lacks.
+        failures: the first failure that matches a trial decides its outcome.
+        samples: samples that a device has; a larger micro batch cannot be measured.
+        tells_samples: successful trials report `samples`, too.
+        host_memory_bytes: host memory for each rank.
+        seeded: losses repeat from run to run, so they can be compared.
+        compares_samples: the script's loss is over pairs of samples.
+        trains_otherwise: strategies (such as `z2`) whose losses fall more slowly.
+        switches: switches of the script with their possible values, by name.
+        device_name: name of every GPU.
+        seen_activations: activation memory that the first trial observes, relative to the truth.
+        tells_memory: whether trials report the memory that they used.
         counts_flops: whether the FLOPs of the model can be counted.
         counts_tokens: whether the model's inputs are sequences of tokens.
-        findings: the first one that matches a trial holds for it.
+        findings: the first finding that matches a trial applies to it.
         sequences: shortest and longest sequence of the data, and positions of the model, in
-            tokens; None where nobody counts them.
-        by_element: the optimizer computes each element of a parameter by itself.
+            tokens; None if unknown.
+        by_element: the optimizer treats each element of a parameter separately.
     """
 
     at_once: int = 1
@@ -180,7 +180,7 @@ class World(Physics):
     # -- outcomes
 
     def outcome(self, trial: Trial, config: Mapping[str, Any]) -> Outcome:
-        """Return what becomes of a trial of a DeepSpeed configuration, with noise."""
+        """Return the outcome of a trial of a DeepSpeed configuration, with noise."""
         facts = self.facts(trial)
         for failure in self.failures:
             is_avoided = failure.batch_flag and trial.batch_flag == failure.batch_flag
@@ -221,7 +221,7 @@ class World(Physics):
         )
 
     def facts(self, trial: Trial) -> dict[str, Any]:
-        """Return the facts of a trial that a failure may name."""
+        """Return the facts of a trial, which failures and findings match."""
         return {
             **trial.script_args,
             "trial": trial.id,
@@ -234,7 +234,7 @@ class World(Physics):
         }
 
     def answer(self, config: Mapping[str, Any], switches: Mapping[str, Any] = {}) -> Outcome:
-        """Return the outcome of a whole DeepSpeed configuration without noise or failures."""
+        """Return the outcome of a complete DeepSpeed configuration, without noise or failures."""
         batch = ds_config.resolve_batch(config, self.slots, where="the configuration")
         zero = with_defaults(config.get("zero_optimization") or {})
         memory = self.memory_bytes(zero, batch.micro_batch)
@@ -263,7 +263,7 @@ class World(Physics):
 
     @property
     def profile(self) -> ModelProfile:
-        """The facts of the model that the first trial finds out."""
+        """The profile of the model that the first trial records."""
         return ModelProfile(
             num_params=self.model.parameters,
             trainable_params=self.model.parameters,
@@ -329,7 +329,7 @@ class World(Physics):
 
 
 def _with_finding(true: Outcome, found: Finding) -> Outcome:
-    """Return an outcome with steps that wait for data, and longer samples."""
+    """Return an outcome whose steps wait for data and whose samples are longer."""
     old = true.metrics
     if old is None:
         return true

@@ -14,19 +14,19 @@ from dsat.prepare import installed_deepspeed
 from testing.scenarios import User
 
 ROOT = Path(__file__).parent.parent
-# Seconds that a test may take, by marker: many times what it takes on a busy machine.
+# Time limits of tests in seconds, by marker: many times their duration on a busy machine.
 _LIMITS_S = {"nightly": 1800, "cluster": 1800, "slow": 900}
-# Modules are compiled once: not by each of the many hundred processes that tests start, half a
-# second of a core each, nor tests anew in each run, with their assertions, five seconds of a core.
+# Cache compiled modules. Otherwise each of the many hundred child processes compiles them, for half
+# a second of CPU time, and each run compiles the tests with their assertions, for five seconds.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first, so that two workers have something to do until the end.
+    """Run files with slow tests first, so that two workers are busy until the end.
 
-    A test that hangs ends at a limit, with the stacks of all threads.
+    Also limit the time of tests; one that hangs ends with the stacks of all threads.
     """
     for item in items:
         marked = [limit for name, limit in _LIMITS_S.items() if item.get_closest_marker(name)]
@@ -38,14 +38,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _ctrl_c_is_heard() -> None:
-    """A shell's background jobs ignore it, and so would all that the tests start."""
+    """Handle SIGINT, which a shell's background jobs and all of their children ignore."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _operators_compiled_once() -> None:
-    """DeepSpeed compiles its operators where this says; `make test` says the same."""
+    """Compile DeepSpeed's operators in one folder, the same as in `make test`."""
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / ".cache" / "torch_extensions"))
 
 
@@ -56,20 +56,20 @@ def _compiler_locks(_operators_compiled_once: None) -> CompilerLocks:
 
 @pytest.fixture(autouse=True)
 def _no_lock_stays(_compiler_locks: CompilerLocks) -> Iterator[None]:
-    """A rank that a test kills while it loads an operator leaves a lock, and all others wait."""
+    """Remove the compiler's lock of a rank that a test killed; all others would wait for it."""
     yield
     _compiler_locks.remove()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _environment_is_active() -> None:
-    """Put this environment's programs on the PATH, as its activation does."""
+    """Put this environment's programs on the PATH, as activating it does."""
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_cluster(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """A master that whoever runs the tests has configured is none of theirs."""
+    """Hide the Determined master that the developer has configured."""
     for variable in ("DET_MASTER", "DET_MASTER_ADDR", "DET_USER", "DET_PASS"):
         os.environ.pop(variable, None)
     os.environ["DET_DEBUG_CONFIG_PATH"] = str(tmp_path_factory.mktemp("determined"))
@@ -77,13 +77,13 @@ def _no_cluster(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture
 def random_seed() -> int:
-    """Seed of a test's random choices: the same in every run, unless `DSAT_TEST_SEED` says so."""
+    """Seed of a test's random choices: the same in every run, unless `DSAT_TEST_SEED` is set."""
     return int(os.environ.get("DSAT_TEST_SEED", "1"))
 
 
 @pytest.fixture
 def user(tmp_path: Path) -> User:
-    """Return a user whose script trains with a micro batch of 1 on a device that holds 30."""
+    """Return a user whose script trains with micro batch 1, on a device on which 30 samples fit."""
     user = User(tmp_path)
     user.has()
     return user
@@ -91,7 +91,7 @@ def user(tmp_path: Path) -> User:
 
 @pytest.fixture
 def unchecked_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask DeepSpeed about no configuration, which takes seconds for each new one."""
+    """Do not let DeepSpeed validate configurations, which takes seconds for each new one."""
     monkeypatch.setattr(installed_deepspeed, "_stamp", lambda: None)
 
 

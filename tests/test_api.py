@@ -1,4 +1,4 @@
-"""The Python API: the command line's words and defaults, as keywords and values."""
+"""The Python API: the command line's options and defaults, as keywords and values."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # mypy runs this test
 
 
 class Place:
-    """The engine "made-up" of a world, and the configurations that it has run."""
+    """The engine "made-up" for a world, and the configurations that it has run."""
 
     def __init__(self, user: User, monkeypatch: pytest.MonkeyPatch) -> None:
         self.user, self.launched, self.settings = user, list[str](), list[Settings]()
@@ -86,7 +86,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
 
 
 def press(after: int) -> Callable[[api.Row], None]:
-    """Return a callback that presses Ctrl-C after so many trials."""
+    """Return a callback that raises KeyboardInterrupt at its `after`-th trial."""
     heard: list[api.Row] = []
 
     def callback(row: api.Row) -> None:
@@ -148,7 +148,7 @@ def test_ctrl_c_returns_the_best_so_far_and_the_run_can_go_on(place: Place) -> N
 
 
 class Fickle(RandomSearch):
-    """A search that decides otherwise in each process, as on another kind of CPU."""
+    """A search that decides differently in each process, as on another kind of CPU."""
 
     def __init__(self, problem: Problem, **options: Any) -> None:
         super().__init__(replace(problem, seed=secrets.randbits(30)), **options)
@@ -202,7 +202,7 @@ def test_a_dry_run_measures_nothing(place: Place) -> None:
 
 
 class AskAndTell:
-    """A search of the last release."""
+    """A search with the interface of the last release."""
 
     def ask(self) -> None: ...
 
@@ -210,7 +210,7 @@ class AskAndTell:
 
 
 def test_an_own_search(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SEARCHES, "mine", RandomSearch)  # so that it is taken back afterwards
+    monkeypatch.setitem(SEARCHES, "mine", RandomSearch)  # undone after the test
     del SEARCHES["mine"]
 
     class Mine(RandomSearch):
@@ -222,7 +222,7 @@ def test_an_own_search(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(result.trials) == 6
     with pytest.raises(UserInputError, match=r"'mine'.*'tries'"):
         place.tune(method="mine", search_options={"tries": 2})
-    dsat.register_search("mine", Mine)  # a notebook's cell runs again
+    dsat.register_search("mine", Mine)  # as when a notebook's cell runs again
     with pytest.raises(ValueError, match="'random'"):
         dsat.register_search("random", Mine)
     for wrong in (Search, dict):
@@ -290,7 +290,7 @@ def test_errors_are_those_of_dsat(place: Place, tmp_path: Path) -> None:
 def test_a_call_inside_a_trial_is_refused(
     call: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The script that is tuned comes to the call: without end, were it answered."""
+    """The tuned script itself reaches the call, which would then recurse without end."""
     monkeypatch.setenv("DSAT_TRIAL_DIR", str(tmp_path))
     with pytest.raises(UserInputError, match=r"inside a trial.*if __name__"):
         getattr(dsat, call)("deepspeed.yaml")

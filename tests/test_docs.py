@@ -1,4 +1,4 @@
-"""What the documents say of the repository is so, and their commands work."""
+"""What the documents say about the repository is true, and their commands work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
 def _named_paths(text: str) -> set[str]:
-    """What looks like a path from the root of the repository, in code spans."""
+    """Return words in code spans that look like paths from the root of the repository."""
     return {
         word.rstrip(":,")
         for span in _CODE.findall(text)
@@ -65,7 +65,7 @@ def test_every_example_has_a_line() -> None:
 
 
 def _texts() -> list[str]:
-    """All strings in the code, in lower case, with a mark for what they insert."""
+    """Return all strings in the code in lower case, with a mark for each inserted value."""
     found = []
     for path in (ROOT / "dsat").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -93,7 +93,7 @@ def test_every_message_that_is_explained_exists() -> None:
 
 
 def _commands(document: str) -> list[list[str]]:
-    """The arguments of every `dsat` that a document tells to type, its comments left out."""
+    """Return the arguments of every `dsat` command in a document, without comments."""
     text = (ROOT / document).read_text(encoding="utf-8")
     found = []
     for block in re.findall(r"^```(?:console|sh)?\n(.*?)^```$", text, re.S | re.M):

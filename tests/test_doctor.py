@@ -1,4 +1,4 @@
-"""`dsat doctor`, in real environments and in some that are made up."""
+"""`dsat doctor`, in real and in made-up environments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GPUS = Machine("cuda", "NVIDIA H100", ("0", "1"), ("CUDA_VISIBLE_DEVICES",), 80 
 
 
 def told(**variables: str) -> tuple[int, str, dict[str, dict[str, str]]]:
-    """The exit status, the worst state and the findings of the real command."""
+    """Run the real command; return its exit status, the worst state and the findings by part."""
     done = subprocess.run(
         [sys.executable, "-m", "dsat", "doctor", "--json"],
         env={**os.environ, **variables},
@@ -46,7 +46,7 @@ def _gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found(part: str) -> Finding:
-    """What the command finds in this process; empty if it looks at no such part."""
+    """Return the finding on a part in this process; an empty one if there is none."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         status = dsat_main(["doctor", "--json"])
     answer = json.loads(out.getvalue())
@@ -119,7 +119,7 @@ def test_cudas_compiler_fits_torch(
 def test_operators_that_were_built_in_advance_need_no_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with DS_BUILD_FUSED_ADAM=1; older versions compile CPUAdam by nvcc as well."""
+    """DS_BUILD_FUSED_ADAM=1 builds them so; older versions also compile CPUAdam with nvcc."""
     package = tmp_path / "deepspeed"
     (package / "ops" / "op_builder").mkdir(parents=True)
     (package / "__init__.py").touch()

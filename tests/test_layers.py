@@ -1,4 +1,4 @@
-"""Imports run downward only: which room of the house may use which others."""
+"""Imports point downward only: which folder of `dsat` may import which others."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# The folders and modules right below `dsat`, lowest first: each may import itself and what stands
-# above it in this list, and nothing else. Two packages on one floor may import each other. "" is
-# `dsat` itself, which opens its upper floors lazily.
+# The folders and modules directly in `dsat`, lowest first. Each may import only itself and the
+# entries above it in this list. Two packages in one entry may import each other. "" is `dsat`
+# itself, which imports the entries below it lazily.
 FLOORS = (
     "errors",
     "values",
@@ -43,7 +43,7 @@ FLOORS = (
 
 @functools.cache
 def _sources() -> dict[str, str]:
-    """The text of every module, by its name relative to `dsat`."""
+    """Return the text of every module, by its name relative to `dsat`."""
     package, sources = ROOT / "dsat", {}
     for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
@@ -59,9 +59,9 @@ def _floor(module: str) -> int | None:
 
 
 def _imports(module: str, text: str, modules: Collection[str]) -> Iterator[str]:
-    """Yield the modules of `dsat` that a source imports anywhere, be it in a function."""
+    """Yield the modules of `dsat` that a source file imports, also within functions."""
     tree = ast.parse(text)
-    if not module:  # what it opens lazily is imported for type checkers alone
+    if not module:  # its lazy imports are repeated for type checkers only
         tree.body = [node for node in tree.body if not _is_for_type_checkers(node)]
     for node in ast.walk(tree):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -114,7 +114,7 @@ def test_no_command_uses_another() -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = _graph()
-    # A package's `__init__` hands on what is in its modules, which name the package to get there.
+    # A package's `__init__` imports from its modules, and importing a module imports the package.
     graphlib.TopologicalSorter(
         {name: below - {name.rpartition(".")[0]} for name, below in graph.items()}
     ).prepare()
@@ -166,7 +166,7 @@ def test_importing_loads_nothing_heavy(module: str, heavy: str) -> None:
 # -- sizes
 
 MOST_LINES, MOST_FUNCTION_LINES, MOST_PARAMETERS, MOST_METHODS, MOST_ATTRIBUTES = 400, 60, 7, 20, 15
-# What is larger still. An entry that no longer is has to go.
+# Exceptions that are larger. An entry that is no longer too large must be removed.
 TOO_LARGE = {
     "simulation.attention attention: parameters",
     "run.run Run: attributes",
@@ -181,7 +181,7 @@ TOO_LARGE = {
 
 
 def _too_large(module: str, text: str) -> Iterator[str]:
-    """Return what exceeds a limit in a source, each as `module name: measure`."""
+    """Yield what exceeds a limit in a source file, each as `module name: measure`."""
     if text.count("\n") > MOST_LINES:
         yield f"{module}: lines"
     for node in ast.walk(ast.parse(text)):
@@ -202,7 +202,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def _attributes(node: ast.ClassDef) -> set[str]:
-    """Return the names of a class's fields and of what its methods set on `self`."""
+    """Return the names of a class's fields, and of attributes that its methods set on `self`."""
     fields = {
         each.target.id
         for each in node.body

@@ -1,4 +1,4 @@
-"""Options: what their values may be."""
+"""Options: their allowed values."""
 
 from __future__ import annotations
 

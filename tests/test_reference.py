@@ -1,4 +1,4 @@
-"""Parts of the documentation made from the code, and the examples of the page on Python."""
+"""Parts of the documentation made from the code, and the examples in the page on Python."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_examples_in_python_run_as_they_stand(
     shutil.copytree(PROGRAMS / "tiny", tmp_path / "tiny")
     monkeypatch.chdir(tmp_path / "tiny")
     warm_command.use(warm_host.prefix(), monkeypatch.setattr)
-    # Short trials on one slot, whose memory `dsat.estimate` alone simulates.
+    # Short trials on one slot; only `dsat.estimate` simulates their memory.
     steps: dict[str, Any] = {
         "start_profile_step": 2,
         "end_profile_step": 3,

@@ -1,1 +1,1 @@
-"""The first hour with a GPU, and the wheels that a machine without a network needs for it."""
+"""The first minutes with a GPU, and an archive of wheels for a machine without a network."""

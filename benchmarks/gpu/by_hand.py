@@ -1,4 +1,4 @@
-"""The command that a run prints, typed by hand, against trials of the same configuration."""
+"""The training command that a run prints, run by hand, against trials of the same configuration."""
 
 from __future__ import annotations
 
@@ -39,10 +39,13 @@ class Compared:
 
 
 def compare(folder: Path, steps: int) -> Compared:
-    """Measure a transformer of so many steps in an empty folder, by a trial and by hand.
+    """Measure a small transformer for `steps` steps, in a trial and by hand.
 
-    The script tells its throughput by its own clock. Steps that the host disturbed are left out of
-    both, by the same rule.
+    By hand, the script times its steps with its own clock. In both measurements, the same rule
+    excludes steps that the host disturbed.
+
+    Args:
+        folder: an empty folder.
     """
     clock = folder / "clock.json"
     config = folder / "ds_config.json"
@@ -53,14 +56,14 @@ def compare(folder: Path, steps: int) -> Compared:
     line = _printed_command(command, folder / "run")
     settings = Settings(method="random", dry_run=True, command=tuple(command), slots=1)
     with prepare_run(settings) as ready:
-        pass  # nothing has been acquired that a trial needs
+        pass  # leaving releases nothing that trials need
     batch = ready.plan.own_batch
     run_dir = folder / "trials"
     run_dir.mkdir()
     with contextlib.closing(local_engine(ready, run_dir)) as engine:
-        for number in range(2):  # what is compiled once is compiled in the first round
+        for number in range(2):  # the first round compiles kernels
             common.run_well(["bash", "-c", line], folder, common.environment())
-            seconds = json.loads(clock.read_text())[_WARM_UP_STEPS:]  # before a trial's are there
+            seconds = json.loads(clock.read_text())[_WARM_UP_STEPS:]  # not the trial's
             trial = Trial(number, TrialKind.SEARCH, f"t{number}", _STAGE, batch, batch.config())
             metrics = _measure(engine, trial)
     hand = batch.train_batch_size / summarize(seconds).mean
@@ -75,7 +78,7 @@ def _measure(engine: LocalEngine, trial: Trial) -> Metrics:
 
 
 def _printed_command(command: list[str], run_dir: Path) -> str:
-    """Return what dsat prints after it has measured nothing but the user's own configuration."""
+    """Return the training command that dsat prints after it has measured only the baseline."""
     result = dsat.tune(
         command,
         method="random",

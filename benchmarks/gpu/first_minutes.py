@@ -2,11 +2,11 @@
 
     python3 -m benchmarks.gpu.first_minutes OUT [--seconds 540] [--steps NAME ...] [--wheels FOLDER]
 
-Installs dsat from wheels, compiles DeepSpeed's operators in the background, and takes the steps of
-`STEPS` in their order, each in a process of its own that ends with its budget. Every finding is
-printed and is in `OUT/STEP.json` as soon as it is known; `OUT/results.tar.gz` is what to keep. A
-second call takes the steps that are missing, first those that have not begun. Nothing but Python's
-own library is imported here: dsat is not installed yet.
+Installs dsat from wheels, compiles DeepSpeed's operators in the background, and runs the steps in
+`STEPS` in order. Each step is a process that is ended when its budget is spent. Each finding is
+printed and written to `OUT/STEP.json` at once; `OUT/results.tar.gz` is the file to keep. A second
+call runs the missing steps, beginning with those that have not started. This module imports only
+Python's standard library, as dsat is not installed yet.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# Budgets in seconds, the most valuable step first; what needs compiled operators is last.
+# Budgets in seconds, the most valuable step first; steps that need compiled operators are last.
 STEPS: Mapping[str, float] = {
     "machine": 30,
     "gpt2_medium": 140,
@@ -37,10 +37,10 @@ STEPS: Mapping[str, float] = {
     "operators": 30,
     "tuners": 165,
 }
-DONE, CUT = "took (s)", "cut"  # the last findings of steps that have succeeded, and that have not
+DONE, CUT = "took (s)", "cut"  # last finding of a step that succeeded; of one that was cut off
 OPERATORS_LOG = "operators.log"
-_USUAL_S = 540.0  # of a call, for which the budgets are made
-_LEAST_S = 10.0  # in which a step is worth beginning
+_USUAL_S = 540.0  # duration of a call that fits the budgets
+_LEAST_S = 10.0  # a step with less time does not begin
 _KEPT = {".csv", ".json", ".jsonl", ".log", ".py", ".txt"}
 _LARGEST_BYTES = 2**20
 _COMPILE = """
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wheels = arguments.wheels or ROOT / "wheels"
     if wheels.is_dir():
         install(wheels)
-    for lock in out.glob("extensions/**/lock"):  # of a compiler that an earlier call ended
+    for lock in out.glob("extensions/**/lock"):  # left by an earlier call's compiler
         lock.unlink()
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     env = {**os.environ, "TORCH_EXTENSIONS_DIR": str(out / "extensions"), "PATH": path}
@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def install(wheels: Path) -> None:
-    """Install dsat, DeepSpeed and what this Python lacks of their requirements."""
+    """Install dsat and DeepSpeed from wheels, with the requirements that this Python lacks."""
     began_s = time.monotonic()
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     options = ["--no-index", "--find-links", str(wheels), "--no-compile"]
@@ -109,22 +109,22 @@ def install(wheels: Path) -> None:
 
 
 def unfinished(out: Path) -> list[str]:
-    """Return the steps that have not succeeded, first those that have not begun."""
+    """Return the steps that have not succeeded, beginning with those that have not started."""
     left = [name for name in STEPS if DONE not in findings(out, name)]
     return sorted(left, key=lambda name: bool(findings(out, name)))
 
 
 def findings(out: Path, name: str) -> dict[str, object]:
-    """Return what a step has found; nothing before it has begun."""
+    """Return the findings of a step; empty before it has started."""
     path = out / f"{name}.json"
     found: dict[str, object] = json.loads(path.read_text()) if path.exists() else {}
     return found
 
 
 def take(name: str, out: Path, seconds: float, env: Mapping[str, str], *, short: bool) -> bool:
-    """Take a step, end it after so many seconds, and return whether it succeeded."""
+    """Run a step, and end it after `seconds`; return whether it succeeded."""
     print(f"\n{name} (at most {seconds:.0f} s)\n\n| | |\n|---|---|", flush=True)
-    ends_s = time.monotonic() + seconds  # of a clock that all processes share
+    ends_s = time.monotonic() + seconds  # this clock is the same in all processes
     words = [sys.executable, "-m", "benchmarks.gpu.steps", name, str(out), str(ends_s)]
     words += ["--short"] if short else []
     step = subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True)
@@ -141,14 +141,14 @@ def take(name: str, out: Path, seconds: float, env: Mapping[str, str], *, short:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it has started."""
-    import psutil  # which dsat needs, and install has brought
+    """Kill a process and all of its descendants."""
+    import psutil  # a requirement of dsat, installed by `install`
 
     with contextlib.suppress(psutil.NoSuchProcess):
         for each in psutil.Process(process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
-    with contextlib.suppress(ProcessLookupError):  # it may have ended before its processes
+    with contextlib.suppress(ProcessLookupError):  # the first process may have ended
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

@@ -1,11 +1,11 @@
-"""Train a causal language model of a transformers configuration on random tokens.
+"""Train a causal language model with a transformers configuration on random tokens.
 
     python3 language_model.py --model llama-3.2-1b.json --length 2048 --deepspeed_config ds.json
 
-With --report it ends after so many steps, and prints a line of JSON after each: the most that
-torch's allocator held and reserved, and what the driver counts, in bytes. By the key `fails` of
-the DeepSpeed configuration it runs out of memory in a pass of its third step, or is killed there
-with nearly all of the memory taken.
+With --report STEPS, it ends after that many steps, and prints a line of JSON after each: bytes that
+torch's allocator held and reserved at most, and that the driver counts. The key `fails` of the
+DeepSpeed configuration makes its third step run out of memory in one of its passes, or kills the
+process in this step with nearly all GPU memory allocated.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoConfig, AutoModelForCausalLM
 
-LEFT_BYTES = 768 * 2**20  # of the memory, by a rank that is killed
+LEFT_BYTES = 768 * 2**20  # memory that a killed rank leaves free
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", type=Path, required=True)

@@ -1,8 +1,8 @@
-"""Trains a small transformer and tells its own throughput, by a clock that dsat does not touch.
+"""Train a small transformer and time its steps, with a clock that dsat does not touch.
 
     python3 own_clock.py --steps 200 --deepspeed_config ds_config.json
 
-It writes the seconds of each optimizer step into the file that the environment names as OWN_CLOCK.
+Writes the seconds of each optimizer step into the file that the variable OWN_CLOCK names.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def transformer() -> nn.Module:
 
 
 def batches(size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """From a data loader as PyTorch makes it by default, without end."""
+    """Yield batches forever, from a data loader with PyTorch's defaults."""
     count = 8 * size
     data = TensorDataset(torch.randn(count, LENGTH, WIDTH), torch.randint(CLASSES, (count,)))
     while True:

@@ -1,4 +1,4 @@
-"""Memory of a card, and its rates that projections assume: prints one line of JSON."""
+"""Print a GPU's memory, and the rates that projections assume, as one line of JSON."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ SIZE, COUNT = (256, 2**20) if "--short" in sys.argv else (8192, 2**31)
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return the mean time of ten calls, after three."""
+    """Return the mean time of ten calls, after three calls to warm up."""
     for number in range(13):
         if number == 3:
             torch.cuda.synchronize()

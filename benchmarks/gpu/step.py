@@ -1,4 +1,4 @@
-"""A step's findings, and the commands and trials that it runs within its budget."""
+"""A step of the first minutes: its findings, and the commands and trials within its budget."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 HERE = Path(__file__).parent
 ADAM = {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}
-_TO_STOP_S = 6.0  # for what a command does after SIGINT, and for reading its results
-# As few steps as show the memory of a step with moments.
+_TO_STOP_S = 6.0  # time for a command to end after SIGINT, and to read its results
+# The fewest steps that show the memory of a step with Adam's moments.
 _FEW_STEPS = TrialOptions(
     timeout_s=120.0, start_step=2, end_step=3, max_steps=3, warm_up_s=0.1, measured_s=0.1
 )
@@ -35,17 +35,18 @@ _numbers = itertools.count()
 
 
 class StepFailed(Exception):
-    """What was found is not what must be."""
+    """A finding differs from what it must be."""
 
 
 @dataclass
 class Step:
-    """A step of the kit.
+    """A step of the first minutes.
 
     Attributes:
-        folder: for what it leaves; its findings are in `FOLDER.json`.
-        ends_s: when its budget is spent, by `time.monotonic`.
-        short: use small models, only to see that the step runs.
+        folder: for the step's files; its findings are in `FOLDER.json`.
+        ends_s: the end of its budget, by `time.monotonic`.
+        short: use small models, only to see that the step works.
+        findings: value by name.
     """
 
     folder: Path
@@ -55,21 +56,21 @@ class Step:
 
     @property
     def left_s(self) -> float:
-        """Seconds for a command that is to end in time."""
+        """Seconds that a command may take."""
         return max(1.0, self.ends_s - time.monotonic() - _TO_STOP_S)
 
     def note(self, name: str, value: Any) -> None:
-        """Print and write a finding."""
+        """Record a finding: print it, and write it to the file."""
         self.findings[name] = value
         print(f"| {name} | {value} |", flush=True)
         text = json.dumps(self.findings, indent=1, default=str) + "\n"
         write_atomically(self.folder.with_suffix(".json"), text)
 
     def check(self, name: str, right: bool, value: Any) -> None:
-        """Note a finding that must be right.
+        """Record a finding that must be right.
 
         Raises:
-            StepFailed: it is not.
+            StepFailed: `right` is false.
         """
         self.note(name, value)
         if not right:
@@ -78,10 +79,10 @@ class Step:
     def command(
         self, words: Sequence[str], folder: Path | None = None, *, limit_s: float | None = None
     ) -> tuple[int, str, float]:
-        """Run a command; interrupt it in time, as Ctrl-C does.
+        """Run a command; at the time limit, interrupt it as Ctrl-C does.
 
         Returns:
-            Its exit status, what it printed, and its seconds.
+            Its exit status, its output, and its seconds.
         """
         began_s, path = time.monotonic(), self.folder / f"command-{next(_numbers)}.log"
         with open(path, "w+") as log:
@@ -103,7 +104,7 @@ class Step:
         return status, path.read_text(), time.monotonic() - began_s
 
     def tool(self, *words: str) -> list[str]:
-        """Return the lines of a tool of CUDA; none if it is not there."""
+        """Return the output lines of a CUDA tool; none if the tool is missing."""
         if shutil.which(words[0]) is None:
             return []
         return self.command(words)[1].strip().splitlines()
@@ -111,14 +112,14 @@ class Step:
     def script(
         self, model: str, config: Mapping[str, Any], *words: str, length: int, name: str = "work"
     ) -> tuple[Path, list[str]]:
-        """Write a training script and its configuration into a folder, as a user has them.
+        """Write a training script and its configuration into a folder.
 
         Args:
             model: a file of `benchmarks/models`.
-            config: what is special in the configuration.
-            words: for the script.
+            config: DeepSpeed settings that differ from the usual ones.
+            words: further arguments of the script.
             length: tokens of a sample.
-            name: of the folder.
+            name: name of the folder.
 
         Returns:
             The folder, and the script's command line there, without a launcher.
@@ -136,17 +137,17 @@ class Step:
 
 
 def engine_of(command: Sequence[str], folder: Path) -> contextlib.closing[LocalEngine]:
-    """Return an engine whose trials make few steps of the script in a folder."""
+    """Make an engine whose trials run few steps of the script in a folder."""
     config = json.loads((folder / "ds_config.json").read_text())
     words, hosts = [sys.executable, *command], [Host(find_machine())]
     return contextlib.closing(common.engine_of(words, config, folder, hosts, _FEW_STEPS))
 
 
 def run_trial(engine: LocalEngine, stage: int, **config: Any) -> Outcome:
-    """Run a trial of one sample.
+    """Run a trial with one sample.
 
     Args:
-        config: sections and keys that are laid over the configuration.
+        config: sections and keys that override the configuration.
     """
     batch, number = BatchTriple(1, 1, 1), next(_numbers)
     overrides = {**config, **batch.config()}
@@ -155,7 +156,7 @@ def run_trial(engine: LocalEngine, stage: int, **config: Any) -> Outcome:
 
 
 def line(outcome: Outcome) -> str:
-    """Return an outcome for people."""
+    """Return an outcome as text for people."""
     took = f"{outcome.duration_s:.1f} s in all"
     if outcome.metrics is None:
         return f"{outcome.kind.value}, {took}: {outcome.message[:120]}"
@@ -163,11 +164,11 @@ def line(outcome: Outcome) -> str:
 
 
 def gib(size: float | None) -> float | None:
-    """Return bytes in GiB for people."""
+    """Return bytes as rounded GiB."""
     return None if size is None else round(size / common.GIB, 3)
 
 
 def median_and_worst(errors: Sequence[float]) -> str:
-    """Return the sizes of errors for people."""
+    """Return the median and the largest size of errors, as text for people."""
     sizes = [abs(error) for error in errors]
     return f"{statistics.median(sizes):.2%}, {max(sizes):.2%}" if sizes else "nothing to compare"

@@ -1,8 +1,8 @@
-"""The steps of the first minutes with a GPU, each in a process of its own.
+"""The steps of the first minutes with a GPU, one per process.
 
     python3 -m benchmarks.gpu.steps NAME OUT END [--short]
 
-END is when the budget is spent, by `time.monotonic`.
+END is the end of the budget, by `time.monotonic`.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _LAUNCHER = ("deepspeed", "--num_gpus", "1")
 _BRIEF = "--max-trials 3 --finals 0 --end-profile-step 4 --max-measured-steps 4".split()
 _SMI = ("nvidia-smi", "--format=csv,noheader,nounits")
 _CARD = "name,driver_version,memory.total,memory.used,compute_cap,clocks.max.sm,power.limit"
-_LEAST_S = 8.0  # in which another trial is worth it
-# Llama-3.1-8B in ZeRO-3 with optimizer and parameters on the host, by ArcticTraining: tokens, and
-# GiB that the driver counted.
+_LEAST_S = 8.0  # with less time, no further trial begins
+# Published by ArcticTraining: Llama-3.1-8B in ZeRO-3 with optimizer and parameters on the host.
+# By GPU: tokens, and GiB that the driver counted.
 _PUBLISHED = {"H200": (65_000, 137.36), "80 GB": (32_000, 71.91)}
 
 
 def machine(step: Step) -> None:
-    """Card, driver, versions, and what `dsat doctor` says."""
+    """Record GPU, driver, versions, and the output of `dsat doctor`."""
     step.note("nvidia-smi", step.tool(*_SMI, f"--query-gpu={_CARD}"))
     step.note("nvcc", step.tool("nvcc", "--version")[-1:])
     step.note("host memory available (GiB)", gib(available_bytes()))
@@ -73,7 +73,7 @@ def machine(step: Step) -> None:
 
 
 def gpt2_medium(step: Step) -> None:
-    """A search of GPT-2 medium in bf16, as a user types it."""
+    """Tune GPT-2 medium in bf16, as a user would."""
     sizes = {"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}
     config = {**sizes, "zero_optimization": {"stage": 1}}
     folder, command = step.script("gpt2-medium", config, length=1024)
@@ -99,17 +99,20 @@ def gpt2_medium(step: Step) -> None:
 
 
 def llama_1b(step: Step) -> None:
-    """Memory of Llama-3.2-1B in every strategy (bars: 1 % in the median, 3 % at worst)."""
+    """Compare memory of Llama-3.2-1B in every strategy.
+
+    The targets are errors of 1 % in the median and 3 % at worst.
+    """
     _compare_memory(step, "llama-3.2-1b")
 
 
 def llama_8b_lora(step: Step) -> None:
-    """Memory of Llama-3.1-8B with LoRA in every strategy (the same bars)."""
+    """Compare memory of Llama-3.1-8B with LoRA in every strategy (same targets)."""
     _compare_memory(step, "llama-3.1-8b", "--lora", "--checkpointing")
 
 
 def failures(step: Step) -> None:
-    """Memory runs out in each pass, and a rank is killed; the trials after them are unharmed."""
+    """Run out of memory in each pass, and kill a rank; later trials must be unharmed."""
     wrong = []
     folder, command = step.script("gpt2", {"zero_optimization": {"stage": 1}}, length=128)
     with engine_of(command, folder) as engine:
@@ -126,12 +129,12 @@ def failures(step: Step) -> None:
         run("after these")
         run("killed with the memory taken", None, fails="killed")
         step.note("memory in use at once (MiB)", step.tool(*_SMI, "--query-gpu=memory.used"))
-        run("at once")  # GPT-2 small needs more than what was left
+        run("at once")  # GPT-2 small needs more than the killed rank had left free
     step.check("outcomes that are wrong", not wrong, wrong)
 
 
 def projection(step: Step) -> None:
-    """Projected against measured steps of the trials of GPT-2 medium (bar: 10 %)."""
+    """Compare projected with measured steps of the trials of GPT-2 medium (target: 10 %)."""
     before = step.folder.with_name("gpt2_medium")
     past = past_runs.load(before / "run")
     os.chdir(before / "work")
@@ -152,7 +155,10 @@ def projection(step: Step) -> None:
 
 
 def cost_of_measuring(step: Step) -> None:
-    """A script's own clock, by hand and in trials: steps with the meter and without (bar: 1 %)."""
+    """Compare a script's speed by hand with its speed in trials, which have the meter.
+
+    The target is a difference of at most 1 %.
+    """
     steps = 60 if step.short else 400
     folder = step.folder / "work"
     folder.mkdir()
@@ -163,9 +169,9 @@ def cost_of_measuring(step: Step) -> None:
 
 
 def published(step: Step) -> None:
-    """A peak that was published of Llama-3.1-8B with optimizer and parameters on the host (5 %).
+    """Compare the peak of Llama-3.1-8B, offloaded to the host, with a published one (target: 5 %).
 
-    With SGD: the card holds no moments there, and most hosts could not.
+    The optimizer is SGD, as most hosts have too little memory for Adam's moments.
     """
     host = {"device": "cpu", "pin_memory": False}
     config = {
@@ -194,7 +200,7 @@ def published(step: Step) -> None:
 
 
 def operators(step: Step) -> None:
-    """DeepSpeed's own Adam on the card and on the host, compiled since the call began."""
+    """Train with DeepSpeed's own Adam on the GPU and on the host, once it is compiled."""
     if shutil.which("nvcc") is None:
         step.note("left out", "no nvcc")
         return
@@ -212,7 +218,7 @@ def operators(step: Step) -> None:
 
 
 def tuners(step: Step) -> None:
-    """`dsat tune` and `deepspeed --autotuning tune` of one script of GPT-2 small."""
+    """Run `dsat tune` and `deepspeed --autotuning tune` on one script of GPT-2 small."""
     section = {"enabled": True, "fast": True, "max_train_micro_batch_size_per_gpu": 64}
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
     ours = [*_DSAT, "tune", "--max-trials", "8", "--train-batch-size", "any", *_LAUNCHER]
@@ -230,14 +236,14 @@ def tuners(step: Step) -> None:
 
 
 def _compare_memory(step: Step, model: str, *words: str) -> None:
-    """Note predicted, allocated and reserved memory of every strategy, for one sample."""
+    """Record predicted, allocated and reserved memory of every strategy, for one sample."""
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
     folder, command = step.script(model, config, *words, length=2048)
     estimate, errors = _start_estimate(folder, command), list[float]()
     whole = json.loads((folder / "ds_config.json").read_text())
     predicted: dict[str, int] = {}
     with engine_of(command, folder) as engine:
-        # What is offloaded takes longer: by then there are figures of all others.
+        # Strategies that offload take longer, so they come last.
         for offloads in (False, True):
             allocated = {}
             for strategy in [each for each in compared(whole) if each.offloads == offloads]:
@@ -263,7 +269,7 @@ def _compare_memory(step: Step, model: str, *words: str) -> None:
 
 
 def _start_estimate(folder: Path, command: Sequence[str]) -> subprocess.Popen[str]:
-    """Start an estimate, which needs no device, beside the trials."""
+    """Start an estimate; it needs no device, so trials can run meanwhile."""
     words = [*_DSAT, "estimate", "--json", "--exact", "--devices", "1", "python3", *command]
     with open(folder / "estimate.log", "w") as log:
         env, pipe = common.environment(), subprocess.PIPE
@@ -271,7 +277,7 @@ def _start_estimate(folder: Path, command: Sequence[str]) -> subprocess.Popen[st
 
 
 def _estimated(step: Step, estimate: subprocess.Popen[str]) -> dict[str, int]:
-    """Return the peaks of an estimate by the names of strategies, as far as they are simulated."""
+    """Wait for an estimate; return its simulated peaks in bytes, by strategy."""
     try:
         said, _ = estimate.communicate(timeout=step.left_s)
     except subprocess.TimeoutExpired:
@@ -299,7 +305,7 @@ def _note_trials(step: Step, run: Run) -> None:
 
 
 def _note_use(step: Step, run: Run, file: Path) -> None:
-    """Note the use of the card in trials and between them, as the driver samples it."""
+    """Record the utilization of the GPU in trials and between them, as the driver samples it."""
     spans = [
         (ended - run.outcomes[number].duration_s, ended)
         for number, ended in run.ended_at_s.items()

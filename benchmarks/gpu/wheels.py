@@ -1,10 +1,10 @@
-"""One archive for a machine without a network that has torch: dsat, DeepSpeed and this kit.
+"""Make one archive for a machine with torch but without a network: dsat, DeepSpeed and this kit.
 
     python -m benchmarks.gpu.wheels FILE [--python 3.12]
 
-The archive has wheels of dsat and of what it and DeepSpeed need besides torch, and `benchmarks`; it
-is at most 64 MiB large. dsat and the kit are those of the last commit. DeepSpeed is built without
-operators, in the version that is installed here. See README.md.
+The archive, of at most 64 MiB, contains `benchmarks`, and wheels of dsat, of DeepSpeed, and of all
+that these two need besides torch. dsat and the kit are those of the last commit. DeepSpeed is built
+without operators, in the version that is installed here. See README.md.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from pathlib import Path
 from benchmarks import common
 
 MOST_BYTES = 64 * 2**20
-# What dsat and deepspeed, with its autotuner, need besides torch and what torch itself needs (numpy
-# may be missing).
+# Requirements of dsat, DeepSpeed and its autotuner, without torch and torch's own requirements;
+# numpy is included, as it may be missing.
 BINARY = ("numpy", "psutil", "pyyaml", "wrapt", "msgpack", "ninja")
 PURE = (
     "annotated-types einops markdown-it-py mdurl packaging py-cpuinfo pygments rich ruamel.yaml "
     "setuptools tabulate threadpoolctl tqdm typing-extensions typing-inspection"
 ).split()
-# pydantic works with exactly one version of its core: both are resolved together.
+# pydantic needs exactly one version of its core, so both are resolved together.
 RESOLVED = ("pydantic", "pydantic-core")
-# No wheels are published of these.
+# Packages without published wheels.
 SOURCE = ("deepspeed", "hjson")
 
 

@@ -1,7 +1,8 @@
-"""The tuners that are compared, each behind the same few words.
+"""The compared tuners, all behind the same interface.
 
-Every one of them is the real thing, from its own package; only the trials come from a table or a
-made-up cluster. Those that have no memory model of their own get dsat's gate, start and size axis.
+Each tuner is the real one, from its own package; only its trials come from a table or a made-up
+cluster. Tuners without a memory model get dsat's prediction of what fits, its first trials and its
+list of micro batches.
 """
 
 from __future__ import annotations
@@ -30,6 +31,6 @@ PEERS = tuple(_PEERS)
 
 
 def player(name: str) -> Play:
-    """Return how to run one of `PEERS`; import its package, which may be heavy."""
+    """Return the function that runs one of `PEERS`; imports its package, which may be slow."""
     module, play, first = _PEERS[name]
     return partial(getattr(importlib.import_module(module), play), *first)

@@ -1,7 +1,7 @@
 """DeepSpeed's own autotuner in its fast mode, from `deepspeed.autotuning`.
 
-All decisions are its own. Replaced are the launches of its resource manager, which are answered
-from the table by the files that a run leaves (metrics, model info, log), and the size of the
+It makes all decisions. Two parts are replaced: the launches of its resource manager, for which the
+table's outcomes are written as a run's files (metrics, model info, log), and the size of the
 accelerator's memory.
 """
 
@@ -24,13 +24,13 @@ from deepspeed.utils import logger
 from benchmarks.ledger import OBJECTIVE, STAGES, BudgetSpent, Ledger
 from dsat.values.outcome import Outcome
 
-autotuner.has_mlflow = False  # it would take the number of a run from a variable
+autotuner.has_mlflow = False  # with MLflow, it would need a variable with a run's number
 
 _OUT_OF_MEMORY = "RuntimeError: out of memory\n"
 
 
 def play(ledger: Ledger, seed: int, max_trials: int) -> None:
-    """Runs the autotuner to its end, or until the budget is spent; it has no seed."""
+    """Run the autotuner to its end, or until the budget is spent; it has no seed."""
     logger.setLevel(logging.ERROR)
     header = ledger.table.header
     with tempfile.TemporaryDirectory() as name:
@@ -78,7 +78,7 @@ class _TableResourceManager(ResourceManager):  # type: ignore[misc]
     ledger: Ledger
 
     def run(self) -> None:
-        """Answers the queue instead of launching it."""
+        """Answer the queued experiments instead of launching them."""
         while self.experiment_queue:
             experiment = self.experiment_queue.pop(0)
             folder = Path(experiment["result_dir"])

@@ -1,7 +1,7 @@
 """Determined's DeepSpeed Autotune, from `determined.pytorch.dsat`.
 
-Its search methods get the events that Determined's master would send, in the master's order, and
-their arguments through its own parser. Nothing of it is replaced.
+Its search methods get the events that Determined's master would send, in the same order, and
+arguments from its own parser. No part of it is replaced.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CONFIG_FILE = "ds_config.json"
 
 
 def play(method: str, ledger: Ledger, seed: int, max_trials: int) -> None:
-    """Runs one of its search methods, one trial at a time, with its defaults."""
+    """Run one of its search methods with its defaults, one trial at a time."""
     logging.getLogger("determined.pytorch").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -58,7 +58,7 @@ def _search_method(
 
 
 class _Master:
-    """What Determined's master does with a custom searcher: runs its operations, sends events."""
+    """Determined's master for a custom searcher: executes operations and sends events."""
 
     def __init__(self, method: searcher.SearchMethod, ledger: Ledger, folder: Path) -> None:
         self._method = method
@@ -69,7 +69,7 @@ class _Master:
         self._operations: deque[searcher.Operation] = deque()
 
     def run(self) -> None:
-        """Runs trials until the search method shuts down, or has nothing to run."""
+        """Run trials until the search method shuts down, or has no more operations."""
         self._operations.extend(self._method.initial_operations(self._state))
         while self._operations:
             operation = self._operations.popleft()
@@ -112,7 +112,7 @@ class _Master:
 
 
 def _metric(outcome: Outcome) -> dict[str, Any]:
-    """What a trial reports: the metric file of DeepSpeed's autotuning mode."""
+    """Return what a trial reports: the metrics or the model info of DeepSpeed's autotuning mode."""
     if outcome.profile is not None:
         return _model_info(outcome.profile)
     assert outcome.metrics is not None

@@ -1,4 +1,4 @@
-"""Tuners that have no memory model of their own: they get dsat's gate, start and size axis."""
+"""Tuners without a memory model, which get dsat's memory predictions and first trials."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dsat.values.outcome import Outcome
 
 
 class Gated:
-    """Trials of a ledger behind dsat's own prediction of memory, begun as dsat begins.
+    """Trials of a ledger, limited by dsat's memory predictions.
 
-    The profile and the user's own configuration are run first. What every trial used corrects the
-    prediction.
+    As in dsat, the profile and the user's own configuration run first. The memory that each trial
+    used corrects the predictions.
 
     Attributes:
-        space: what may be tried.
+        space: the search space.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -41,13 +41,14 @@ class Gated:
         ledger.run({**header.ds_config, **plan.own_batch.config()})
 
     def largest(self, settings: dict[str, Any]) -> int:
-        """The largest micro batch that is allowed and predicted to fit; 0 if none is."""
+        """Return the largest allowed micro batch that is predicted to fit; 0 if none is."""
         sizes = self.space.micro_batches
         fitting = bisect.bisect_right(sizes, self._forecast.largest(settings))
         return sizes[fitting - 1] if fitting else 0
 
     def run(self, settings: dict[str, Any], micro_batch: int) -> Outcome:
-        """Run a trial of the next smaller allowed micro batch, and learn what it used."""
+        """Run a trial with this micro batch, or the next smaller allowed one; learn from its
+        memory."""
         sizes = self.space.micro_batches
         micro_batch = sizes[max(0, bisect.bisect_right(sizes, micro_batch) - 1)]
         batch = self.space.batch(micro_batch, settings)
@@ -57,7 +58,7 @@ class Gated:
 
 
 def play_no_search(ledger: Ledger, seed: int, max_trials: int) -> None:
-    """Run the largest micro batch that is predicted to fit in each stage, and no more."""
+    """Run only the largest micro batch that is predicted to fit, in each stage."""
     with contextlib.suppress(BudgetSpent):
         gated = Gated(ledger)
         for branch in gated.space.branches:
@@ -67,10 +68,10 @@ def play_no_search(ledger: Ledger, seed: int, max_trials: int) -> None:
 
 
 def play_tpe(ledger: Ledger, seed: int, max_trials: int) -> None:
-    """Run a study of Optuna's TPE sampler with its defaults, over the space that dsat searches.
+    """Run a study with Optuna's TPE sampler and its defaults, over dsat's search space.
 
-    The micro batch is a part of the room that is predicted to be left, on a logarithmic axis. Out
-    of memory counts as a throughput of zero.
+    The sampler chooses an exponent from 0 to 1: the micro batch is this power of the largest one
+    that is predicted to fit. Out of memory counts as a throughput of zero.
     """
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     gated = Gated(ledger)
@@ -86,7 +87,7 @@ def play_tpe(ledger: Ledger, seed: int, max_trials: int) -> None:
         largest = gated.largest(settings)
         part = trial.suggest_float("part of the room", 0.0, 1.0)
         if not largest:
-            return 0.0  # costs nothing
+            return 0.0  # without a trial
         try:
             return gated.run(settings, round(largest**part)).value(OBJECTIVE) or 0.0
         except BudgetSpent:

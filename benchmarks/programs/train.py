@@ -1,8 +1,8 @@
-"""Trains one of the benchmarks' models with DeepSpeed: a script with nothing of dsat in it.
+"""Train one of the benchmarks' models with DeepSpeed; the script contains nothing of dsat.
 
     deepspeed train.py --model gpt2-small --deepspeed_config ds_config.json
 
-The models are made with random weights and the data on the spot: what counts here is speed.
+Weights and data are random, as only the speed matters.
 """
 
 import argparse
@@ -21,7 +21,7 @@ Batch = tuple[torch.Tensor, ...]
 
 
 def gpt2(*, width: int, layers: int, heads: int, vocabulary: int = 50257) -> GPT2LMHeadModel:
-    """A GPT-2 of any size; its own sizes are those of `openai-community/gpt2*`."""
+    """Make a GPT-2 of any size, with random weights and without dropout."""
     config = GPT2Config(
         n_embd=width,
         n_layer=layers,
@@ -54,7 +54,7 @@ class LowRank(nn.Module):
 
 
 def with_low_rank(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
-    """The model frozen, with low-rank additions to the attention of every layer."""
+    """Freeze a model, and add low-rank matrices to the attention of every layer."""
     model.requires_grad_(False)
     for block in model.transformer.h:
         block.attn.c_attn = LowRank(block.attn.c_attn)
@@ -79,7 +79,7 @@ MODELS = {
 
 
 class TokenLoss(nn.Module):
-    """The loss of predicting each token from those before it."""
+    """A model with the loss of predicting each token from the tokens before it."""
 
     def __init__(self, model: GPT2LMHeadModel) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class TokenLoss(nn.Module):
 
 
 class ImageLoss(nn.Module):
-    """The loss of telling classes apart."""
+    """A model with the loss of classifying images."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class ImageLoss(nn.Module):
 
 
 def batches(model: nn.Module, size: int, side: int, like: torch.Tensor) -> Iterator[Batch]:
-    """Random inputs without end: token sequences of length `side`, or images of `side` pixels."""
+    """Yield random inputs forever: sequences of `side` tokens, or images of `side` pixels."""
     if isinstance(model, TokenLoss):
         vocabulary = model.model.config.vocab_size
         while True:

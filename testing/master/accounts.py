@@ -1,4 +1,4 @@
-"""Users, passwords and the tokens of sessions."""
+"""Users, passwords and session tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SALT = "GubPEmmotfiK9TMD6Zdw"
 
 
 class Accounts:
-    """Users of the master, with their passwords, and their sessions."""
+    """The master's users with their passwords and sessions."""
 
     def __init__(self, users: Mapping[str, str]) -> None:
         self._users = users

@@ -1,6 +1,6 @@
 """One run of a task on its slots: from the queue to its container's exit.
 
-After `master/internal/task/allocation.go`, for tasks that fit on one node.
+Follows `master/internal/task/allocation.go`, for tasks that fit on one node.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Exit:
-    """End of an allocation, for its trial.
+    """How an allocation ended, as its trial learns it.
 
     Attributes:
         failure: Why it counts as a failure; None if it does not.
@@ -33,19 +33,19 @@ PREEMPTION_TIMEOUT_S = 3600.0  # an allocation asked to stop is killed after thi
 
 
 class Allocation:
-    """A request for slots, then the container that got them.
+    """A request for slots; later the container on these slots.
 
     Args:
         id: `<task id>.<run id>`.
         task_id: The trial's task.
-        name: As the log calls it.
+        name: Its name in the log.
         slots: Number of slots needed; 0 for an auxiliary task.
         host: The cluster.
         on_exit: Called once, when the container has ended.
 
     Attributes:
-        node, slot_ids: Its place, once it has one.
-        ready: The container asked for its rendezvous; before that it cannot be stopped gracefully.
+        node, slot_ids: Its node and slots, once it has started.
+        ready: The container has requested its rendezvous, so it can be stopped gracefully.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Allocation:
         self.node, self.slot_ids, self.started = node, tuple(slot_ids), True
 
     def terminate(self, reason: str) -> None:
-        """Ask it to stop: by preemption where it can hear of it, else by a kill."""
+        """Ask the container to stop: by preemption if it is ready, else by a kill."""
         if not self.ready:
             self.kill(reason)
         elif not self.preempt:

@@ -18,7 +18,7 @@ _DIRECTORY = 53  # the tar type '5'; 48, or '0', is a file
 
 
 def info(master: Master, request: Request) -> Answer:
-    """Return what determined's client requires of v1GetMasterResponse."""
+    """Return the fields of v1GetMasterResponse that determined's client requires."""
     ids = dict.fromkeys(("clusterName", "clusterId", "masterId"), master.cluster.id)
     flags = dict.fromkeys(("strictJobQueueControl", "hasCustomLogo"), False)
     return {**ids, **flags, "version": master.version}
@@ -45,7 +45,7 @@ def create_experiment(master: Master, request: Request) -> Answer:
 
 
 def _archive(files: Iterable[Mapping[str, Any]]) -> bytes:
-    """A gzipped tar archive of v1File items."""
+    """Return a gzipped tar archive of v1File items."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=1) as archive:
         for file in files:
@@ -79,7 +79,12 @@ def patch_experiment(master: Master, request: Request) -> Answer:
 
 
 def change_experiment(state: State, idle: tuple[State, ...] = ()) -> Handler:
-    """A handler for a button of the web UI; in the states `idle` there is nothing left to do."""
+    """Make a handler that changes an experiment's state, as a button of the web UI does.
+
+    Args:
+        state: the new state.
+        idle: states in which the request succeeds without doing anything.
+    """
 
     def handler(master: Master, request: Request) -> Answer:
         experiment = master.cluster.experiment(request.id())
@@ -102,7 +107,7 @@ def experiment_trials(master: Master, request: Request) -> Answer:
 
 
 def file_of_context(master: Master, request: Request) -> Answer:
-    """Return one file of what was uploaded."""
+    """Return one file of the uploaded context."""
     model_def = master.cluster.experiment(request.id()).model_def
     with tarfile.open(fileobj=io.BytesIO(model_def), mode="r:gz") as archive:
         file = archive.extractfile(request.body["path"])
@@ -111,7 +116,7 @@ def file_of_context(master: Master, request: Request) -> Answer:
 
 
 def experiment_checkpoints(master: Master, request: Request) -> Answer:
-    """Return checkpoints, the newest first, whatever order is asked for."""
+    """Return checkpoints, the newest first; `orderBy` is ignored."""
     trials = master.cluster.experiment(request.id()).all_trials.values()
     rows = [each for trial in trials for each in master.cluster.checkpoints_of(trial)]
     return _page(request, "checkpoints", rows[::-1])
@@ -137,7 +142,7 @@ def trial_logs(master: Master, request: Request) -> Answer:
 
 
 def searcher_events(master: Master, request: Request) -> Answer:
-    """A long poll. Only an event ends it early; that the experiment stops does not."""
+    """Long poll for events. Only an event ends it early; the end of the experiment does not."""
     experiment = master.cluster.experiment(request.id())
     again = master.redelivered.pop(experiment.id, [])
     if not again and not experiment.events():

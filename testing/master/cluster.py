@@ -29,14 +29,14 @@ Json = dict[str, Any]
 class Cluster:
     """State of a master.
 
-    Tasks get their slots on one node, first come, first served among those that fit. Tasks without
+    A task gets all its slots on one node, in order of arrival among those that fit. Tasks without
     slots always run, on the first node.
 
     Args:
         world: Starts and kills containers.
         nodes: The number of slots of every agent.
         checkpoints: The folder for checkpoints of experiments that name none.
-        projects: Pairs of a workspace and a project in it, beside the default.
+        projects: Pairs of a workspace and a project in it, in addition to the default pair.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Cluster:
         self._checkpoint_folder = checkpoints
         self._trial_ids = itertools.count(1)
 
-    # What experiments, trials and allocations need of their host.
+    # The methods that experiments, trials and allocations call.
 
     def now(self) -> str:
         return datetime.datetime.now(datetime.timezone.utc).isoformat().replace("+00:00", "Z")
@@ -101,10 +101,10 @@ class Cluster:
         )
         self.logs.setdefault(allocation.task_id, []).append(line)
 
-    # What requests do.
+    # The methods that requests call.
 
     def schedule(self) -> None:
-        """Start what fits."""
+        """Start the waiting allocations that fit."""
         if self.idle:
             return
         for allocation in list(self._waiting):
@@ -123,10 +123,10 @@ class Cluster:
     def create_experiment(
         self, config: str, model_def: bytes, owner: str, *, activate: bool = True
     ) -> Experiment:
-        """Submits an experiment.
+        """Submit an experiment.
 
         Raises:
-            ApiError: Its configuration is wrong, or it wants more slots than there are.
+            ApiError: Its configuration is wrong, or it needs more slots than a node has.
         """
         full = configs.complete(config, self._checkpoint_folder)
         if int(full["resources"]["slots_per_trial"]) > max(self._nodes):
@@ -140,7 +140,7 @@ class Cluster:
         return experiment
 
     def project_of(self, config: Json) -> int:
-        """The id of the project that a configuration names."""
+        """Return the id of the project that a configuration names."""
         default_workspace, default_project = self.projects[0]
         wanted = (config["workspace"] or default_workspace, config["project"] or default_project)
         if wanted not in self.projects:
@@ -153,7 +153,7 @@ class Cluster:
         return self.experiments[experiment_id]
 
     def running_experiment(self, experiment_id: int) -> Experiment:
-        """An experiment that did not end: of others the master keeps no more than a record."""
+        """Return an experiment that has not ended; the master keeps only a record of others."""
         experiment = self.experiment(experiment_id)
         if experiment.state.is_terminal:
             raise not_found(f"experiment '{experiment_id}' not found")
@@ -176,7 +176,7 @@ class Cluster:
         return found
 
     def allocation(self, allocation_id: str) -> Allocation:
-        """An allocation that did not end."""
+        """Return an allocation that has not ended."""
         allocation = self.allocations.get(allocation_id)
         if allocation is None or allocation.ended:
             raise not_found(f"allocation '{allocation_id}' not found")
@@ -205,7 +205,7 @@ class Cluster:
         self.checkpoints[checkpoint["uuid"]] = dict(checkpoint)
 
     def checkpoints_of(self, trial: Trial) -> list[Json]:
-        """A trial's checkpoints that were not deleted, oldest first."""
+        """Return a trial's checkpoints that were not deleted, oldest first."""
         return [
             checkpoint
             for checkpoint in self.checkpoints.values()
@@ -213,13 +213,13 @@ class Cluster:
         ]
 
     def checkpoint_path(self, checkpoint: Json) -> Path:
-        """The folder of a checkpoint on the cluster's file system."""
+        """Return the folder of a checkpoint on the cluster's file system."""
         trial = self.trial_of_task(checkpoint["taskId"])
         storage = self.experiments[trial.experiment_id].config["checkpoint_storage"]
         root = Path(storage.get("host_path") or storage["container_path"])
         return root / str(storage.get("storage_path", "")) / str(checkpoint["uuid"])
 
     def latest_checkpoint(self, trial: Trial) -> Json | None:
-        """The one that a restarted trial begins with."""
+        """Return the checkpoint from which a restarted trial begins, if there is one."""
         found = self.checkpoints_of(trial)
         return found[-1] if found else None

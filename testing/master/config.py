@@ -1,4 +1,4 @@
-"""Experiment configurations: what the master adds to a user's, and hyperparameters."""
+"""Experiment configurations with the master's defaults, and hyperparameters."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Json = dict[str, Any]
 
 
 def complete(text: str, checkpoints: str) -> Json:
-    """A submitted configuration with the defaults of the master.
+    """Return a submitted configuration with the defaults of the master.
 
     Args:
-        text: The configuration in yaml.
+        text: The configuration in YAML.
         checkpoints: The cluster's folder for checkpoints.
     """
     user = YAML(typ="safe", pure=True).load(text)
@@ -28,12 +28,13 @@ def complete(text: str, checkpoints: str) -> Json:
 
 
 def normalized(hyperparameters: Mapping[str, Any]) -> Json:
-    """Hyperparameters as the master keeps them: every constant says that it is one."""
+    """Return hyperparameters as the master stores them: each constant becomes `{"type":
+    "const"}`."""
     return {name: _normalized(value) for name, value in hyperparameters.items()}
 
 
 def point_of(hyperparameters: Mapping[str, Any]) -> Json:
-    """The first point of a normalized space."""
+    """Return the first point of a normalized hyperparameter space."""
     return {name: _first(value) for name, value in hyperparameters.items()}
 
 

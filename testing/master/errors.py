@@ -1,4 +1,4 @@
-"""Refusals of the master: a gRPC code, its HTTP status and its name."""
+"""Errors with which the master refuses requests: a gRPC code with its HTTP status and name."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _ANSWERS = {
 
 
 class ApiError(Exception):
-    """A request that is refused.
+    """A refused request.
 
     Args:
         code: The gRPC code.
         message: What the client shows its user.
-        status: The HTTP status, if it is not the code's.
+        status: The HTTP status, if it differs from the code's usual one.
     """
 
     def __init__(self, code: int, message: str, status: int | None = None) -> None:

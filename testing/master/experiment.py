@@ -1,6 +1,6 @@
 """An experiment and its searcher: operations in, events out.
 
-After `master/internal/experiment.go`, `master/pkg/searcher/{searcher,custom_search}.go`. Pure.
+Follows `master/internal/experiment.go` and `master/pkg/searcher/{searcher,custom_search}.go`. Pure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 
 class EventQueue:
-    """The events of a custom searcher that nobody acknowledged yet."""
+    """The events of a custom searcher that are not acknowledged yet."""
 
     def __init__(self) -> None:
         self.events: list[Json] = []
@@ -33,7 +33,7 @@ class EventQueue:
         self.events.append({"id": self.count, kind: event})
 
     def remove_up_to(self, event_id: int) -> None:
-        """Acknowledges an event and all before it.
+        """Acknowledge an event and all before it.
 
         Raises:
             ApiError: The event is not in the queue.
@@ -50,10 +50,10 @@ class Experiment:
     """An experiment with a `single` or a `custom` searcher.
 
     Attributes:
-        trials: By request id, of those that did not end.
-        all_trials: By request id.
-        posted: Every accepted POST of operations, as it came.
-        progress: As the database has it.
+        trials: The trials that have not ended, by request id.
+        all_trials: All trials, by request id.
+        posted: Every accepted POST of operations, unchanged.
+        progress: The progress that the master's database holds, 0 to 1.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Experiment:
         return bool(self.config["searcher"]["name"] == "custom")
 
     def start(self) -> None:
-        """The searcher's initial operations."""
+        """Start the search: send the initial event, or create the only trial."""
         if self.is_custom:
             self.queue.put("initialOperations", {"placeholder": 0})
             return
@@ -107,10 +107,10 @@ class Experiment:
         )
 
     def post(self, request: Json) -> None:
-        """Takes operations for an event.
+        """Accept operations that answer an event, and execute them.
 
         Raises:
-            ApiError: The event was acknowledged before, or never was.
+            ApiError: The event is not in the queue: acknowledged earlier, or never sent.
         """
         self._require_custom()
         self.queue.remove_up_to(int(request["triggeredByEvent"]["id"]))
@@ -118,7 +118,8 @@ class Experiment:
         self.process(request.get("searcherOperations") or [])
 
     def events(self) -> list[Json]:
-        """The unacknowledged events, or that there is nothing to do."""
+        """Return the unacknowledged events, or an event that says that the experiment is
+        inactive."""
         if self.state is not State.ACTIVE:
             inactive = {"experimentState": str(self.state)}
             return [{"id": -1, "experimentInactive": inactive}]
@@ -126,7 +127,7 @@ class Experiment:
         return list(self.queue.events)
 
     def complete_operation(self, trial: Trial, length: int, metric: Any) -> None:
-        """A trial's report that it is done with its operation.
+        """Handle a trial's report that its current operation is complete.
 
         Raises:
             ApiError: It is not the trial's current operation, or was completed before.
@@ -159,13 +160,14 @@ class Experiment:
         if self.is_custom:
             event = {"requestId": trial.request_id, "partialUnits": units}
             self.queue.put("trialProgress", event)
-            # What the searcher has set is saved at such a report, and at no other time.
+            # The database gets the searcher's progress only at a trial's report.
             self.progress = self._search_progress
         else:
             self.progress = min(1.0, units / max(1, trial.searcher.length))
 
     def change_state(self, state: State, reason: str) -> bool:
-        """Moves to a state and takes the trials along; False if it may not."""
+        """Change the state of the experiment and its trials; return False if that is not
+        allowed."""
         if state is self.state:
             return True
         if state not in EXPERIMENT_MOVES.get(self.state, ()):
@@ -218,7 +220,7 @@ class Experiment:
         if request_id in self.trials:
             return
         if request_id in self.all_trials:
-            # The database refuses a second one; such a failed creation is closed at once.
+            # The database refuses a second trial with this id, so the trial is closed at once.
             self._closed.add(request_id)
             self._put("trialClosed", request_id)
             return
@@ -283,7 +285,7 @@ def _validate_after(request_id: str, length: int) -> Json:
 
 
 def _length(max_length: Any) -> int:
-    """The number in `max_length: {batches: 100}` or `max_length: 100`."""
+    """Return the number in `max_length: {batches: 100}` or `max_length: 100`."""
     if isinstance(max_length, Mapping):
         [max_length] = max_length.values()
     return int(max_length)

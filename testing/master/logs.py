@@ -11,7 +11,7 @@ _LEVEL = re.compile(r" ?(DEBUG|INFO|WARNING|ERROR|CRITICAL): ?(.*)", re.DOTALL)
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line, which ends with a newline."""
+    """One line; `log` ends with a newline."""
 
     timestamp: str
     log: str
@@ -32,7 +32,7 @@ class LogLine:
 
 
 def parse(line: str, **fields: str) -> LogLine:
-    """A line of output with the rank and the level that it begins with, as `ship_logs.py` does."""
+    """Parse a line of output, which may begin with a rank and a level, as `ship_logs.py` does."""
     rank = None
     if match := _RANK.match(line):
         rank, line = int(match[1]), match[2]

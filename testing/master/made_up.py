@@ -1,7 +1,7 @@
-"""Trials without processes: what they report is made up, and when one ends is no matter of time.
+"""Trials without processes: their reports are made up, and their ends do not depend on time.
 
-One of the running trials ends whenever the search has heard all news and asks for more. So a whole
-search takes as long as its requests, and the same search meets the same events in the same order.
+When the search has received all events and polls for more, one of the running trials ends. So a
+whole search takes only as long as its requests, and repeating it gives the same events.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Ending:
     """What a made-up trial does at its end.
 
     Attributes:
-        searcher_metric: it reports as the value of its operation; None: it reports nothing.
-        metrics: it reports for validation.
-        log: the lines that it prints, the rank's prefix included.
-        status: of its container, if it reports nothing.
-        rejects: it raised InvalidHP.
+        searcher_metric: the metric that completes its operation; None to complete nothing.
+        metrics: the validation metrics that it reports.
+        log: the lines that it prints, including the rank's prefix.
+        status: the exit status of its container if it completes nothing.
+        rejects: it raises InvalidHP.
     """
 
     searcher_metric: Any = None
@@ -49,7 +49,7 @@ class MadeUpTrials:
     """The running trials of a cluster.
 
     Args:
-        behave: returns what a trial with such hyperparameters does; None: it goes on.
+        behave: takes a trial's hyperparameters and returns how the trial ends; None: it runs on.
         limit: number of trials that may end; None for all.
 
     Attributes:
@@ -64,12 +64,12 @@ class MadeUpTrials:
         self._running: list[_Running] = []
 
     def start(self, trial: Trial, allocation: Allocation) -> None:
-        allocation.ready = True  # it can be asked to stop from its first moment
+        allocation.ready = True  # it can be preempted from its first moment
         self._running.append(_Running(trial, allocation))
         self.most = max(self.most, len(self._running))
 
     def leave(self) -> None:
-        """End the containers of trials that were asked to stop, or killed."""
+        """End the containers of trials that were preempted or killed."""
         for each in list(self._running):
             if each.allocation.killed:
                 self._exit(each, _KILLED)
@@ -78,7 +78,7 @@ class MadeUpTrials:
                 self._exit(each, 0)
 
     def let_one_end(self, cluster: Cluster) -> bool:
-        """Let a trial come to its end; return whether there is one that runs and may."""
+        """End one running trial; return False if none may end."""
         if self.limit is not None and self.ended >= self.limit:
             return False
         for each in sorted(self._running, key=_order):
@@ -102,7 +102,7 @@ class MadeUpTrials:
             cluster.early_exit(trial.id, INVALID_HP)
         if end.searcher_metric is None:
             self._exit(each, end.status)
-        else:  # it stays until it is closed
+        else:  # it runs until the search closes it
             each.reported = True
             experiment.complete_operation(trial, trial.searcher.length, end.searcher_metric)
 
@@ -112,5 +112,5 @@ class MadeUpTrials:
 
 
 def _order(each: _Running) -> str:
-    """Return a key by which trials end in another order than they began."""
+    """Return a sort key that makes trials end in another order than they began."""
     return hashlib.sha256(each.trial.request_id.encode()).hexdigest()

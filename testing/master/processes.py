@@ -1,8 +1,8 @@
-"""Allocations as local processes: every container is a folder, an environment and a process.
+"""Containers as local processes; each is a folder, an environment and a process.
 
-What an agent and a container image are in a real cluster. The folder of a container holds what is
-`/run/determined`, `/tmp` and the home directory there; `container/sitecustomize.py` points the
-determined package at them.
+This is the part of an agent and a container image in a real cluster. A container's folder holds its
+`/run/determined`, `/tmp` and home directory; `container/sitecustomize.py` redirects the determined
+package to them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from testing.master.container.entrypoint import main
 from testing.master.logs import LogLine, parse
 
 IMAGE = Path(__file__).parent / "container"
-# DeepSpeed's launcher and determined's hand most of their environment on to other nodes, but not
-# what begins with HOSTNAME; this variable must stay in its container.
+# The launchers of DeepSpeed and determined copy most variables to other nodes, but none that begins
+# with HOSTNAME. This variable must stay in its container.
 FOLDER_VARIABLE = "HOSTNAME_CONTAINER_FOLDER"
-# What a container image sets for its libraries; here it is the machine's.
+# Variables that a container image sets for its libraries; here they are copied from this machine.
 _KEPT = ("LANG", "LC_ALL", "LD_LIBRARY_PATH", "TORCH_EXTENSIONS_DIR", "CC", "CXX")
 
 
@@ -50,7 +50,7 @@ class Processes:
 
     Args:
         folder: Parent of the containers' folders.
-        on_log: Called with the task's id and a line.
+        on_log: Called with the task's id and a log line.
         on_exit: Called with an allocation and its exit status.
     """
 
@@ -68,13 +68,14 @@ class Processes:
         self._running: dict[str, Running] = {}
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        # Short: names of sockets in it have to fit in 107 bytes.
+        # A short prefix, as paths of sockets in this folder must fit in 107 bytes.
         self._tmp = tempfile.TemporaryDirectory(prefix="dm")
 
     def start(
         self, allocation: Allocation, variables: Mapping[str, str], words: Sequence[str] | None
     ) -> None:
-        """Start a container with the variables of its task; `words` as of its entrypoint."""
+        """Start a container with the variables of its task; `words` as in
+        `container.entrypoint.main`."""
         folder = self._folder / allocation.id
         tmp = Path(self._tmp.name) / str(len(self._threads))
         environment = _laid_out(folder, tmp, allocation, variables)
@@ -87,7 +88,7 @@ class Processes:
         self._threads.append(thread)
 
     def kill(self, allocation_id: str) -> None:
-        """Kill an allocation's processes; return at once."""
+        """Kill an allocation's processes; do not wait for their end."""
         with self._lock:
             running = self._running.get(allocation_id)
         if running is not None:
@@ -107,11 +108,11 @@ class Processes:
             running = self._running.get(allocation_id)
         if running is None:
             return []
-        # Other processes cannot see the variables of the first, which is forked.
+        # The first process is forked, so the system shows the variables of its parent.
         return [psutil.Process(running.process.pid), *processes_in(running.folder)]
 
     def _attend(self, running: Running) -> None:
-        """Read a container's output to its end, wait for it and report its status."""
+        """Read a container's output, wait for its end and report its exit status."""
         process = running.process
         readers = [
             threading.Thread(target=self._read, args=(running, stream, stdtype), daemon=True)
@@ -120,7 +121,7 @@ class Processes:
         for reader in readers:
             reader.start()
         status = process.wait()
-        # With its first process a container ends as a whole.
+        # When its first process ends, the whole container ends.
         for left in processes_in(running.folder):
             with contextlib.suppress(psutil.Error):
                 left.kill()
@@ -147,7 +148,7 @@ class Processes:
 
 
 def processes_in(folder: Path) -> list[psutil.Process]:
-    """All processes of a container, whatever became of their parents."""
+    """Return all processes of a container, also those whose parents have ended."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -157,7 +158,7 @@ def processes_in(folder: Path) -> list[psutil.Process]:
 
 
 def _clean_up(allocation_id: str) -> None:
-    """Removes what the SDK leaves in the machine's `/tmp`, which is no container's own."""
+    """Remove the SDK's files from this machine's `/tmp`, which all containers share."""
     for pattern in (f"tensorboard-{allocation_id}-*", f"hostfile-{allocation_id}.txt*"):
         for path in Path("/tmp").glob(pattern):
             if path.is_dir():
@@ -179,7 +180,7 @@ def _laid_out(
         "HOME": str(folder / "home"),
         "TMPDIR": str(tmp),
         "PATH": os.pathsep.join([os.path.dirname(sys.executable), "/usr/bin", "/bin"]),
-        # The slots are CPUs: what the accelerator of a GPU node would find out is told here.
+        # The slots are CPUs, so DeepSpeed cannot detect its accelerator and local size.
         "DS_ACCELERATOR": "cpu",
         "LOCAL_SIZE": str(max(1, len(allocation.slot_ids))),
         # The fixed ports of determined and of DeepSpeed's launcher.

@@ -1,4 +1,4 @@
-"""Requests, answers, and the table of what is answered."""
+"""Requests, answers, and the table that maps requests to handlers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Request:
     """A request whose sender is known.
 
     Attributes:
-        user: Its sender; empty where no token is needed.
+        user: The sender's name; empty if the route needs no login.
         parts: Values of the path's placeholders.
     """
 
@@ -41,7 +41,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Stream:
-    """An answer of one JSON object a line."""
+    """An answer that consists of one JSON object per line."""
 
     rows: Sequence[Json]
 
@@ -53,8 +53,9 @@ class Master:
     """State of the master for handlers: the cluster, its lock, and the accounts.
 
     Attributes:
-        changed: Notified after every request and every end of a process; also the lock.
-        poll_s: How long a long poll lasts at most.
+        changed: The lock, also notified after every request and every end of a process.
+        poll_s: The longest duration of a long poll.
+        redelivered: Events to send once more before the next ones, by experiment id.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Master:
         self.redelivered: dict[int, list[Json]] = {}
 
     def drive(self) -> None:
-        """Start what fits now; called with the lock."""
+        """Start the allocations that fit now; the caller holds the lock."""
         if not self.stopping:
             if self._made_up is not None:
                 self._made_up.leave()
@@ -83,13 +84,14 @@ class Master:
         self.changed.notify_all()
 
     def has_news(self, queue: EventQueue, count: int) -> bool:
-        """Return whether a queue has more than so many events, or a made-up trial makes one."""
+        """Return whether a queue has had more than `count` events; if not, a made-up trial may
+        end."""
         if queue.count == count and self._made_up and self._made_up.let_one_end(self.cluster):
             self.drive()
         return queue.count > count
 
     def wait(self, holds: Callable[[], Any], timeout_s: float) -> None:
-        """Waits, without the lock, until something holds; at most a while."""
+        """Wait, with the lock released, until `holds()` is true or the time is over."""
         deadline = time.monotonic() + timeout_s
         while not self.stopping and not holds():
             left = deadline - time.monotonic()
@@ -117,10 +119,10 @@ class Route:
 
 
 def find(routes: list[Route], method: str, path: str) -> tuple[Route, Mapping[str, str]]:
-    """The route of a request.
+    """Return the route of a request, and the values of its path's placeholders.
 
     Raises:
-        ApiError: There is none.
+        ApiError: No route matches.
     """
     for route in routes:
         parts = route.match(method, path)

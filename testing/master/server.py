@@ -1,4 +1,4 @@
-"""HTTP/1.1 on loopback: authentication, faults, then the handler of the route."""
+"""HTTP/1.1 on loopback: authentication, injected faults, then the handler of the route."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROUTES = [*client_api.ROUTES, *task_api.ROUTES]
 
 @dataclass(frozen=True)
 class Seen:
-    """A request and the status of its answer: 0 for a connection that was dropped."""
+    """A request and the HTTP status of its answer: 0 for a dropped connection."""
 
     method: str
     path: str
@@ -31,16 +31,16 @@ class Seen:
 
 @dataclass
 class Fault:
-    """A fault of the next requests that match.
+    """A fault that befalls the next requests that match.
 
     Attributes:
         pattern: A regular expression, searched for in `METHOD /path`.
-        kind: `status` answers without doing anything; `drop` closes the connection without doing
-            anything; `drop_answer` does what was asked and then closes the connection.
+        kind: `status` answers without executing the request; `drop` closes the connection without
+            executing it; `drop_answer` executes it and then closes the connection.
         times: Number of requests that fail; None for all.
         after: Number of matching requests that succeed first.
-        every: 2 if only each second of the others fails, the first of them included.
-        also: called before the connection is closed.
+        every: After that, each `every`-th matching request fails, beginning with the first.
+        also: Called before the connection is closed.
         hits: Number of requests that failed.
     """
 
@@ -69,7 +69,7 @@ class Fault:
 
 
 class _Dropped(Exception):
-    """The connection is closed without an answer."""
+    """Close the connection without an answer."""
 
 
 class _Server(ThreadingHTTPServer):
@@ -81,14 +81,14 @@ class _Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Clients may disconnect at any time."""
+        """Ignore errors: clients may disconnect at any time."""
 
 
 class HttpServer:
-    """Serves a master; can stop and come back at the same port.
+    """Serves a master; can stop and restart at the same port.
 
     Attributes:
-        faults: In force; the first one that matches a request befalls it.
+        faults: Faults in force; the first that matches a request applies.
         seen: All requests that were answered or dropped, oldest first.
     """
 
@@ -116,7 +116,7 @@ class HttpServer:
                 connection.shutdown(socket.SHUT_RDWR)
 
     def start(self) -> None:
-        """Come back, with the state as it was."""
+        """Serve again after `stop`, with unchanged state."""
         self.master.stopping = False
         self._server = _Server(self.port, self)
         self._serve()
@@ -126,7 +126,7 @@ class HttpServer:
             return next((fault for fault in self.faults if fault.befalls(request)), None)
 
     def _serve(self) -> None:
-        # A short poll, for a quick shutdown.
+        # A short polling interval makes the shutdown quick.
         threading.Thread(
             target=self._server.serve_forever, args=(0.02,), name="master", daemon=True
         ).start()
@@ -134,13 +134,13 @@ class HttpServer:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    # Else headers and body go out as two packets, and the second waits for an acknowledgement.
+    # Otherwise headers and body are two packets, and the second waits for an acknowledgement.
     wbufsize = -1
     disable_nagle_algorithm = True
     server: _Server
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are kept in `HttpServer.seen`."""
+        """Print nothing: `HttpServer.seen` holds all requests."""
 
     def setup(self) -> None:
         super().setup()

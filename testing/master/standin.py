@@ -1,4 +1,4 @@
-"""The stand-in as tests hold it: a master that runs, and all that one may want to do to it."""
+"""The stand-in that tests use: a running master, with methods to inspect and to disturb it."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ USERS = {"tester": "Standin-Passw0rd"}  # passwords by name
 
 
 class StandIn:
-    """A Determined master on a free port of loopback, with an agent a node.
+    """A Determined master on a free port of loopback, with one agent per node.
 
-    A context manager: leaving it kills what still runs.
+    A context manager: leaving it kills all containers.
 
     Args:
         folder: For containers and checkpoints.
         nodes: The number of (CPU) slots of every agent.
-        version: What it says it is.
+        version: The version that it reports.
         poll_s: How long a long poll without news lasts; the real master's is 60 s.
         environment: Variables that every container has, as an image sets them.
         projects: Pairs of a workspace and a project in it.
-        made_up: Trials without processes; then search runners are forked, and time runs fast there.
+        made_up: Trials without processes. The search runner is then run in a fork with fast time.
         idle: No container starts.
     """
 
@@ -83,19 +83,23 @@ class StandIn:
             timer.cancel()
         self._processes.kill_all()
 
-    # Where it is and who may use it.
+    # Address and users.
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.http.port}"
 
     def client_environment(self, home: Path) -> dict[str, str]:
-        """Variables with which a user's command finds the master; `home` is for cached tokens."""
+        """Return the variables with which a user's command reaches the master.
+
+        Args:
+            home: Folder for the client's cached tokens.
+        """
         [(name, password)] = self.users.items()
         found = {"DET_MASTER": self.url, "DET_USER": name, "DET_PASS": password}
         return {**found, "DET_DEBUG_CONFIG_PATH": str(home)}
 
-    # What happened.
+    # Inspect what happened.
 
     def experiment(self, experiment_id: int) -> Experiment:
         with self._master.changed:
@@ -107,32 +111,33 @@ class StandIn:
             return list(self.cluster.experiments.values())
 
     def trials(self, experiment_id: int) -> list[Trial]:
-        """All trials of an experiment, by id."""
+        """Return all trials of an experiment, sorted by id."""
         with self._master.changed:
             trials = self.cluster.experiment(experiment_id).all_trials.values()
             return sorted(trials, key=lambda trial: trial.id)
 
     def log(self, trial_id: int) -> str:
-        """The whole log of a trial, as the client prints it; empty if there is no such trial."""
+        """Return the whole log of a trial, as the client prints it; empty if there is no such
+        trial."""
         with self._master.changed:
             tasks = [each.task_id for each in self.cluster.all_trials() if each.id == trial_id]
             lines = [line for task_id in tasks for line in self.cluster.logs.get(task_id, [])]
             return "".join(line.message for line in lines)
 
     def metrics(self, trial_id: int) -> list[Json]:
-        """The metrics that a trial reported of its validation, oldest first."""
+        """Return the validation metrics that a trial reported, oldest first."""
         with self._master.changed:
             reports = self.cluster.metrics.get(trial_id, [])
             return [each["metrics"] for each in reports if each["group"] == "validation"]
 
     def checkpoint_paths(self, trial_id: int) -> list[Path]:
-        """The folders of a trial's checkpoints, oldest first."""
+        """Return the folders of a trial's checkpoints, oldest first."""
         with self._master.changed:
             checkpoints = self.cluster.checkpoints_of(self.cluster.trial(trial_id))
             return [self.cluster.checkpoint_path(each) for each in checkpoints]
 
     def context(self, experiment_id: int) -> dict[str, str]:
-        """The texts of the files that were uploaded, by their paths."""
+        """Return the uploaded files: text by path."""
         model_def = self.experiment(experiment_id).model_def
         with tarfile.open(fileobj=io.BytesIO(model_def), mode="r:gz") as archive:
             files = {each.name: archive.extractfile(each) for each in archive if each.isfile()}
@@ -141,7 +146,7 @@ class StandIn:
             }
 
     def posted(self, experiment_id: int) -> list[Json]:
-        """Every accepted POST of searcher operations."""
+        """Return every accepted POST of searcher operations."""
         with self._master.changed:
             return list(self.cluster.experiment(experiment_id).posted)
 
@@ -155,7 +160,8 @@ class StandIn:
         what: str = "what a test waits for",
         timeout_s: float = 600.0,
     ) -> Any:
-        """The first true value of `holds()`; on a time-out the logs of all trials are shown."""
+        """Wait until `holds()` returns a true value, and return it; a time-out shows the trials'
+        logs."""
         deadline = time.monotonic() + timeout_s
         while not (value := holds()):
             if time.monotonic() > deadline:
@@ -169,18 +175,18 @@ class StandIn:
         return value
 
     def wait_ended(self, experiment_id: int) -> str:
-        """The terminal state of an experiment."""
+        """Wait for the end of an experiment; return its terminal state."""
         experiment = self.experiment(experiment_id)
 
         def ended() -> bool:
-            # With the lock: what its end brings about has happened, too.
+            # With the lock, the consequences of the end have happened too.
             with self._master.changed:
                 return experiment.state.is_terminal
 
         self.wait_until(ended, f"the end of experiment {experiment_id}")
         return str(experiment.state)
 
-    # What tests do to it.
+    # Disturb it.
 
     def fault(self, pattern: str, **more: Any) -> Fault:
         """Put a fault in force; see `Fault`."""
@@ -189,22 +195,23 @@ class StandIn:
         return fault
 
     def processes(self, trial_id: int) -> list[psutil.Process]:
-        """All living processes of a trial's container."""
+        """Return all living processes of a trial's container."""
         allocation = self.cluster.trial(trial_id).allocation
         return [] if allocation is None else self._processes.of(allocation.id)
 
     def redeliver(self, experiment_id: int, *events: Json) -> None:
-        """Puts events before those of the next answer, acknowledged or never sent by a master."""
+        """Put events before those of the next answer: acknowledged ones, or ones that no master
+        sends."""
         with self._master.changed:
             self._master.redelivered.setdefault(experiment_id, []).extend(events)
 
     def preempt(self, trial_id: int) -> None:
-        """Asks a trial to leave its slots, and gives it others when it has left."""
+        """Preempt a trial; it gets slots again after it has released these."""
         allocation = self.cluster.trial(trial_id).allocation
         assert allocation is not None
         self.do(lambda: allocation.terminate("preempted by the scheduler"))
 
-    # What the cluster asks of the machine.
+    # Methods that the cluster calls.
 
     def start_container(self, allocation: Allocation) -> None:
         trial = self.cluster.trial_of_task(allocation.task_id)
@@ -272,7 +279,10 @@ class StandIn:
 
 
 def _user_variables(config: Mapping[str, Any]) -> dict[str, str]:
-    """`environment.environment_variables` of a configuration, a list or a list per slot type."""
+    """Return the `environment.environment_variables` of a configuration.
+
+    They are a list of `NAME=VALUE`, or one such list for each slot type.
+    """
     listed = config["environment"].get("environment_variables") or []
     if isinstance(listed, Mapping):
         listed = listed.get("cpu") or []

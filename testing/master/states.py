@@ -1,4 +1,4 @@
-"""The states of experiments and trials, and where each may go (master/pkg/model/experiment.go)."""
+"""The states of experiments and trials, with their transitions (master/pkg/model/experiment.go)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class State(str, Enum):
-    """A state as it stands on the wire."""
+    """A state, with the value that the REST API uses."""
 
     ACTIVE = "STATE_ACTIVE"
     PAUSED = "STATE_PAUSED"
@@ -48,7 +48,7 @@ EXPERIMENT_MOVES: dict[State, frozenset[State]] = {
     State.STOPPING_ERROR: frozenset({State.ERROR}),
 }
 
-# A trial that stops may still be stopped with more force.
+# A stopping trial may still be stopped in a more forceful way.
 TRIAL_DEGRADES: dict[State, frozenset[State]] = {
     State.STOPPING_COMPLETED: frozenset(
         {State.STOPPING_CANCELED, State.STOPPING_KILLED, State.STOPPING_ERROR}

@@ -27,7 +27,7 @@ def rendezvous(master: Master, request: Request) -> Answer:
 
 
 def preemption(master: Master, request: Request) -> Answer:
-    """A long poll."""
+    """Long poll for a request to preempt the allocation."""
     allocation = master.cluster.allocation(request.parts["id"])
     timeout_s = min(float(request.param("timeout_seconds", "0")), master.poll_s)
     master.wait(lambda: allocation.preempt or allocation.ended, timeout_s)
@@ -81,15 +81,15 @@ def report_checkpoint(master: Master, request: Request) -> Answer:
 
 
 def accepted(master: Master, request: Request) -> Answer:
-    """For reports that nothing here depends on."""
+    """Accept a report, and ignore it."""
     return {}
 
 
 def _searched(master: Master, request: Request) -> Trial:
-    """The trial of a request about its search.
+    """Return the trial of a request about its search.
 
     Raises:
-        ApiError: It has ended; the experiment forgot it.
+        ApiError: It has ended, so its experiment no longer knows it.
     """
     trial = master.cluster.trial(request.id())
     experiment = master.cluster.running_experiment(trial.experiment_id)

@@ -1,6 +1,6 @@
-"""A trial: what its searcher, its user and its allocation's end make of it.
+"""A trial: its state, changed by the searcher, the user and the end of its allocation.
 
-After `master/internal/trial.go`. Pure.
+Follows `master/internal/trial.go`. Pure.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class SearcherState:
     """State of a trial's operation in the searcher.
 
     Attributes:
-        length: Of the last `ValidateAfter`.
-        complete: Whether that is done; so it is before the first.
-        closed: No other will come.
+        length: Length of the last `ValidateAfter`.
+        complete: Whether that operation is complete; True before the first one.
+        closed: No further operation will come.
     """
 
     length: int = 0
@@ -42,9 +42,9 @@ class Trial:
     """One trial of an experiment.
 
     Attributes:
-        restarts: How often it failed.
-        run_id: How often it got slots, for whatever reason.
-        on_end: Called with the reason of an early exit, None for none.
+        restarts: Number of failures.
+        run_id: Number of times it requested slots, for any reason.
+        on_end: Called with the reason of an early exit, or None.
     """
 
     id: int
@@ -64,14 +64,15 @@ class Trial:
     _invalid_hp: bool = False
 
     def searcher_changed(self) -> None:
-        """Acts upon new operations."""
+        """React to new operations: request slots, or stop if the trial is closed."""
         if not self.searcher.complete:
             self.maybe_allocate()
         elif self.searcher.closed:
             self.patch(State.STOPPING_COMPLETED, "hp search is finished")
 
     def report_invalid_hp(self) -> None:
-        """Notes that the script gave up on its hyperparameters; it has a while to leave."""
+        """Record that the script rejected its hyperparameters; kill it if it does not exit in
+        time."""
         self._invalid_hp = True
         self.host.later(
             INVALID_HP_KILL_DELAY_S,
@@ -79,7 +80,8 @@ class Trial:
         )
 
     def patch(self, state: State, reason: str) -> None:
-        """Moves to a state that the user, the searcher or the experiment want, if it may."""
+        """Move to a state that the user, the searcher or the experiment requests, if that is
+        allowed."""
         stronger = not self.state.is_stopping or state in TRIAL_DEGRADES[self.state]
         if self.state.is_terminal or state.is_terminal:
             return

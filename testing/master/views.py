@@ -1,4 +1,4 @@
-"""The JSON of experiments, trials, checkpoints, metrics and logs."""
+"""The JSON of experiments, trials, users and logs, and the pagination of lists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 
 def experiment(cluster: Cluster, one: Experiment) -> Json:
-    """v1Experiment."""
+    """Return a v1Experiment."""
     config = one.config
     return {
         "id": one.id,
@@ -38,7 +38,7 @@ def experiment(cluster: Cluster, one: Experiment) -> Json:
 
 
 def trial(cluster: Cluster, one: Trial) -> Json:
-    """trialv1Trial."""
+    """Return a trialv1Trial."""
     steps = [each["steps"] for each in cluster.metrics.get(one.id, [])]
     return {
         "id": one.id,
@@ -53,12 +53,12 @@ def trial(cluster: Cluster, one: Trial) -> Json:
 
 
 def user(name: str) -> Json:
-    """v1User."""
+    """Return a v1User."""
     return {"id": 2, "username": name, "admin": False, "active": True}
 
 
 def trial_log(number: int, trial_id: int, line: LogLine) -> Json:
-    """v1TrialLogsResponse."""
+    """Return a v1TrialLogsResponse."""
     return {
         "id": str(number),
         "trialId": trial_id,
@@ -72,7 +72,7 @@ def trial_log(number: int, trial_id: int, line: LogLine) -> Json:
 
 
 def page(name: str, rows: Sequence[Json], offset: int, limit: int) -> Json:
-    """A part of a list, with its pagination."""
+    """Return a part of a list, with its pagination."""
     end = len(rows) if limit <= 0 else min(len(rows), offset + limit)
     place = {"startIndex": min(offset, end), "endIndex": end, "total": len(rows)}
     return {name: list(rows[offset:end]), "pagination": {"offset": offset, "limit": limit, **place}}
@@ -83,7 +83,7 @@ def _experiment_state(one: Experiment) -> str:
 
 
 def _enriched(trials: Iterable[Trial]) -> str:
-    """Return the state that the API shows for ACTIVE."""
+    """Return what the API shows for the state ACTIVE: running if a trial has slots, else queued."""
     if any(trial.allocation is not None and trial.allocation.started for trial in trials):
         return "STATE_RUNNING"
     return "STATE_QUEUED"

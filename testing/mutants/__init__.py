@@ -1,11 +1,11 @@
-"""The mutation gate: small changes that break a documented rule, which tests must catch.
+"""The mutation gate: small changes that break a documented rule; tests must catch each one.
 
     python -m testing.mutants [--only ID ...] [--tests PATH ...]
 
-`rules/*.yaml` has the mutations, each with the tests that hold its rule. The gate applies one after
-the other to a private copy of the repository and runs those tests until one fails. They pass
-without a mutation: `make nightly` runs them all before.
+`rules/*.yaml` lists the mutations, each with the tests that guard its rule. The gate applies the
+mutations one by one to a private copy of the repository, and runs the tests until one fails.
+Without a mutation the tests pass: `make nightly` runs them all first.
 
-mutmut and cosmic-ray generate mutations by themselves, thousands for dsat, and cannot be limited to
-hand-written ones.
+mutmut and cosmic-ray do not fit: they generate thousands of mutations of dsat, and cannot be
+limited to hand-written ones.
 """

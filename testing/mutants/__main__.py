@@ -20,20 +20,20 @@ from pathlib import Path
 
 from testing.mutants.catalogue import ROOT, Mutation, load
 
-_LIMIT_S = 1800.0  # of the tests of a mutation
+_LIMIT_S = 1800.0  # for all tests of one mutation
 # DeepSpeed compiles its operators once, not once per copy.
 _OPERATORS = {"TORCH_EXTENSIONS_DIR": str(ROOT / ".cache" / "torch_extensions")}
-_running = set[int]()  # process groups of tests
+_running = set[int]()  # process groups of running tests
 _later_s = itertools.count(1)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """How the tests took a mutation.
+    """Whether the tests caught a mutation.
 
     Attributes:
         state: "caught", "SURVIVED" or "equivalent".
-        by: what failed; why none does.
+        by: the test that failed; or the broken rule; or why the mutation is equivalent.
     """
 
     mutation: Mutation
@@ -61,7 +61,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mut", ignore_cleanup_errors=True) as folder:
         try:
             verdicts = list(_run_all(chosen, given.tests, Path(folder), given.jobs))
-        finally:  # interrupted, perhaps
+        finally:  # also after an interrupt
             for group in _running:
                 os.killpg(group, signal.SIGKILL)
     counts = Counter(each.state for each in verdicts)
@@ -109,13 +109,13 @@ def _copy(target: Path) -> None:
 
 
 def _run(mutation: Mutation, copy: Path, tests: Sequence[str]) -> Verdict:
-    """Apply a mutation to a copy and run tests until one fails."""
+    """Apply a mutation to a copy, and run tests until one fails."""
     if mutation.equivalent:
         return Verdict(mutation, "equivalent", mutation.equivalent)
     path = copy / mutation.path
     original, before = path.read_text(encoding="utf-8"), path.stat()
     path.write_text(mutation.applied(original), encoding="utf-8")
-    # Python compiles a module again only if its size or the second of its date differ.
+    # Python recompiles a module only if its size or its time in whole seconds differs.
     later_ns = before.st_mtime_ns + next(_later_s) * 10**9
     os.utime(path, ns=(later_ns, later_ns))
     try:
@@ -127,10 +127,10 @@ def _run(mutation: Mutation, copy: Path, tests: Sequence[str]) -> Verdict:
 
 
 def _failure(copy: Path, tests: Sequence[str]) -> str:
-    """Return what fails of some tests; empty if all pass.
+    """Return the name of the first test that fails; empty if all pass.
 
     Raises:
-        RuntimeError: there are no such tests.
+        RuntimeError: pytest could not run the tests.
     """
     base = copy.with_name(f"{copy.name}t")
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not nightly and not cluster"]

@@ -1,4 +1,4 @@
-"""The catalogue of mutations: `rules/*.yaml`, read and applied."""
+"""The catalogue of mutations: reads `rules/*.yaml` and applies mutations."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ RULES = Path(__file__).parent / "rules"
 
 @dataclass(frozen=True)
 class Mutation:
-    """A change of a few lines that breaks a documented rule; with tests or `equivalent`.
+    """A change of a few lines that breaks a documented rule; it has `tests` or `equivalent`.
 
     Attributes:
-        id: short and unique.
-        file: below `dsat`.
-        rule: one plain sentence.
-        old: lines that stand exactly once in the file, whatever their common indentation.
-        new: lines in their place.
-        tests: paths or names of tests that fail then.
-        equivalent: why no test can tell the difference; empty for all others.
+        id: a short, unique name.
+        file: a path relative to `dsat`.
+        rule: the broken rule, in one plain sentence.
+        old: lines that occur exactly once in the file, at any common indentation.
+        new: the lines that replace them.
+        tests: paths or names of tests, one of which must then fail.
+        equivalent: why no test can notice the change; empty for all other mutations.
     """
 
     id: str
@@ -45,7 +45,7 @@ class Mutation:
         """Return the index of the first old line in the file's text.
 
         Raises:
-            ValueError: the old lines are missing, or stand there more than once.
+            ValueError: the old lines are missing, or occur more than once.
         """
         lines, old = text.splitlines(), self.old.splitlines()
         found = [i for i in range(len(lines)) if _matches(lines[i : i + len(old)], old)]

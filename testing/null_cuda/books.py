@@ -1,4 +1,5 @@
-"""The state of the null CUDA's devices: made, read and changed by tests."""
+"""The state of the null CUDA's devices ("the books"), in a file that tests make, read and
+change."""
 
 from __future__ import annotations
 
@@ -51,9 +52,9 @@ class Device:
 
     Attributes:
         total_bytes: its memory.
-        busy_bytes: what of it a process holds that is none of ours.
-        uuid: `GPU-...`, or `MIG-...` of a part of a device; by default its number.
-        name: what it is called.
+        busy_bytes: the part of it that a process outside of the test holds.
+        uuid: `GPU-...`, or `MIG-...` for a part of a device; by default made from its number.
+        name: the device's name.
     """
 
     total_bytes: int = 8 * _GIB
@@ -63,15 +64,15 @@ class Device:
 
 
 class NullCuda:
-    """A machine with devices that keep books and compute nothing.
+    """A machine with devices that count memory but compute nothing.
 
     Args:
         libraries: the compiled null CUDA.
-        path: of the file with the books.
-        devices: what the machine has.
+        path: the file with the devices' state.
+        devices: the devices of the machine.
         nvml: whether the management library is installed.
-        context_bytes: what each process takes of each device that it uses, besides its tensors.
-        reclaim_s: how long the memory of a process that has ended stays taken.
+        context_bytes: memory that a process needs on each device that it uses, without tensors.
+        reclaim_s: time from the end of a process until its memory is free.
     """
 
     def __init__(
@@ -101,14 +102,14 @@ class NullCuda:
             entry.uuid, entry.name = uuid.encode(), device.name.encode()
 
     def environment(self, faults: str = "", **variables: str) -> dict[str, str]:
-        """All variables of a process that is to see the devices.
+        """Return all variables of a process that uses the devices.
 
         Args:
-            faults: what fails; `CALL#N=WHAT` at its N-th call in a process, `CALL>BYTES=WHAT` once
-                a process would hold more, separated by `;`. `@D` behind the call means only on
-                device D, `*T` only its first T times in all processes. WHAT is the number of an
-                error, `hang` or `abort`.
-            variables: more of them.
+            faults: rules, separated by `;`: `CALL#N=WHAT` (the N-th call in a process and all later
+                ones fail) or `CALL>BYTES=WHAT` (a call fails if the process would then hold more).
+                `@D` after the rule limits it to device D, and `*T` to its first T times in all
+                processes. WHAT is an error number, `hang` or `abort`.
+            variables: further variables.
         """
         env = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA_", "NULL_CUDA_"))}
         return {
@@ -120,19 +121,19 @@ class NullCuda:
         }
 
     def break_device(self, index: int, error: int) -> None:
-        """From now on every call on a device fails, as after an Xid; 0 mends it."""
+        """Make every later call on a device fail, as after an Xid; error 0 repairs the device."""
         self._books.device[index].error = error
 
     def use(self, index: int, busy_bytes: int) -> None:
-        """From now on a process that is none of ours holds so much of a device."""
+        """Let a process outside of the test hold `busy_bytes` of a device from now on."""
         self._books.device[index].busy_bytes = busy_bytes
 
     def uuid(self, index: int) -> str:
-        """Of a device, as NVML and CUDA_VISIBLE_DEVICES have it."""
+        """Return the UUID of a device, as in NVML and CUDA_VISIBLE_DEVICES."""
         return bytes(self._books.device[index].uuid).decode()
 
     def held(self) -> Mapping[tuple[int, int], int]:
-        """Bytes by process and device, of processes that live."""
+        """Return the bytes that living processes hold, by pid and device."""
         return {
             (entry.pid, entry.device): entry.bytes
             for entry in self._books.entry
@@ -141,14 +142,16 @@ class NullCuda:
 
 
 def loading(libraries: Libraries, *, nvml: bool = True) -> dict[str, str]:
-    """Variables of a process that loads the null CUDA. What has devices is to be known only when
-    one is used first, in whatever it forks."""
+    """Return the variables with which a process loads the null CUDA, without any devices.
+
+    The devices follow from NULL_CUDA_BOOKS, which is read at their first use, also in a fork.
+    """
     folders = [libraries.driver, *([libraries.nvml] if nvml else [])]
     before = os.environ.get("LD_LIBRARY_PATH")
     return {
         "LD_PRELOAD": str(libraries.preload),
         "LD_LIBRARY_PATH": os.pathsep.join([*map(str, folders), *([before] if before else [])]),
-        # The older interface has questions that can be answered without a device.
+        # The older interface of cuDNN only asks what can be answered without a device.
         "TORCH_CUDNN_V8_API_DISABLED": "1",
         "TORCH_CUDNN_SDPA_DEPRIORITIZED": "1",
     }

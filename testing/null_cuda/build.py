@@ -1,4 +1,4 @@
-"""Compiles the null CUDA against the headers that the installed torch came with."""
+"""Compile the null CUDA against the CUDA headers that the installed torch brings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 _SOURCES = Path(__file__).parent / "src"
 _LIBRARIES = ("libtorch_cuda.so", "libtorch_cuda_linalg.so", "libtorch_python.so")
-# Of these, what is not written out does nothing and succeeds.
+# Functions with these names that the sources do not define succeed without doing anything.
 _GENERATED = re.compile(r"(?:cublas|cudnn|nccl)[A-Z]\w+")
 _DEFINED = re.compile(r"[ T] ((?:cublas|cudnn|nccl)[A-Z]\w+)$", re.MULTILINE)
 
@@ -28,7 +28,7 @@ class Libraries:
     """The compiled null CUDA.
 
     Attributes:
-        preload: stands in for the CUDA runtime, cuBLAS, cuDNN and NCCL.
+        preload: library that replaces the CUDA runtime, cuBLAS, cuDNN and NCCL.
         driver: folder of libcuda.so.1.
         nvml: folder of libnvidia-ml.so.1.
     """
@@ -39,7 +39,7 @@ class Libraries:
 
 
 def build(folder: Path) -> Libraries:
-    """The libraries below `folder`, compiled if the ones there are of other sources.
+    """Return the libraries below `folder`, compiled unless they exist for the same sources.
 
     Raises:
         NullCudaUnavailable: there is no C compiler, or the installed torch has no CUDA.
@@ -61,7 +61,7 @@ def build(folder: Path) -> Libraries:
 
 
 def _installed() -> tuple[Path, list[Path]]:
-    """Where the installed torch has its libraries, and the headers that fit to them."""
+    """Return the folder of torch's libraries, and the folders of the CUDA headers."""
     torch, nvidia = (importlib.util.find_spec(name) for name in ("torch", "nvidia"))
     libraries = Path(str(torch.origin)).parent / "lib" if torch else Path()
     if not (libraries / "libtorch_cuda.so").exists():

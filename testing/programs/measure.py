@@ -1,11 +1,11 @@
-"""A real rank of any script: peaks of torch's allocator by phase, on standard output.
+"""Run any script as a real rank, and print the peaks of torch's allocator by phase.
 
     python3 measure.py SCRIPT [ARGUMENTS]
 
-From the end of the first optimizer step to the end of the second. On a CPU they are counted by
-`memory/heap.c`, which must be preloaded: torch.profiler does not see what other threads free. A
-rank that is alone gets a process group that does nothing, because gloo makes copies of what it
-reduces and gathers, as NCCL does not.
+The peaks are from the end of the first optimizer step to the end of the second; those of
+`deepspeed.initialize` are reported too. On a CPU, `memory/heap.c` counts them and must be
+preloaded, as torch.profiler misses what other threads free. A single rank gets a process group that
+does nothing: gloo, unlike NCCL, copies what it reduces and gathers.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ import runpy
 import sys
 from typing import Any
 
-os.environ.pop("LD_PRELOAD", None)  # not for the compilers that DeepSpeed may start
+os.environ.pop("LD_PRELOAD", None)  # must not reach the compilers that DeepSpeed may start
 
 import deepspeed
 import torch
@@ -81,7 +81,7 @@ def initialize(*args: Any, **kwargs: Any) -> Any:
             gc.collect()
             if steps == 2:
                 begin("end")
-                print("\nPEAKS " + json.dumps(peaks), flush=True)  # not behind a progress bar
+                print("\nPEAKS " + json.dumps(peaks), flush=True)  # after any progress bar
                 os._exit(0)
             steady("between")
         return found

@@ -1,6 +1,6 @@
-"""Seeded attacks on dsat; `make soak` runs them at full size.
+"""Randomised attacks on dsat, reproducible by seed; `make soak` runs them at full size.
 
-Each attack counts its tries by how they ended, and lists findings: tracebacks, hangs, losses.
+Each attack counts its tries by their end, and lists findings: tracebacks, hangs, lost results.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Tally:
     """Result of an attack.
 
     Attributes:
-        by: number of tries by how they ended.
+        by: number of tries by their end.
         findings: what broke, one line each, with the seed that reproduces it.
     """
 
@@ -42,7 +42,8 @@ class Tally:
 
 
 def complaint(told: Told) -> str:
-    """Return what is wrong with how a command ended, whatever it met; empty if nothing is."""
+    """Return what no command may do at its end, such as a traceback; empty if it did nothing of
+    it."""
     if "Traceback" in told.err or told.status not in (0, 1, 2):
         return f"status {told.status}: {told.err[-600:]}"
     if told.status and "error: " not in told.err:
@@ -58,7 +59,7 @@ class Hang(BaseException):
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raise `Hang` in what takes longer; in the main thread only."""
+    """Raise `Hang` if the body takes longer than `seconds`; works in the main thread only."""
 
     def ring(number: int, frame: FrameType | None) -> None:
         raise Hang

@@ -2,7 +2,7 @@
 
     python -m testing.soak [--scale PART] [--seed N] [--jobs N] [--only NAME ...]
 
-A finding is printed with the seed that reproduces it, and makes the exit status 1.
+Prints each finding with the seed that reproduces it; a finding makes the exit status 1.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from testing.soak import Tally, folders, inputs, journals, real, runs, secrets
 
 @dataclass(frozen=True)
 class Attack:
-    """A function of a seed and a number of tries, its full size, and the tries of one process."""
+    """A function of a seed and a number of tries; the tries at full size, and of one process."""
 
     run: Callable[[int, int], Tally]
     whole: int
@@ -57,9 +57,9 @@ def main() -> int:
             pieces.append((name, args.seed + 1000 * number, tries))
     found = {name: Tally() for name in args.only}
     context = multiprocessing.get_context("spawn")
-    # A process for each piece: what one leaves behind does not reach the next.
+    # One process per piece, so that no piece inherits what another left behind.
     with context.Pool(args.jobs, maxtasksperchild=1) as pool:
-        # Only what another module holds is found in a spawned process.
+        # A spawned process can only import functions of other modules, not of `__main__`.
         ends = [(name, pool.apply_async(ATTACKS[name].run, tries)) for name, *tries in pieces]
         for name, end in ends:
             tally = end.get()

@@ -1,6 +1,6 @@
-"""Scripts that change files of their folder, or fail, under every launcher; tuned for real.
+"""Scripts that change older files in their folder, or fail, tuned for real with every launcher.
 
-The files are older than the search. Names are bound before any adapter could replace them.
+The scripts bind the names of functions before dsat could wrap these functions.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _WORDS = "no labels in this data"
 
 
 def attack(seed: int, count: int) -> Tally:
-    """Change older files before and after the engine, or fail with an error of the script."""
+    """Change older files before and after the engine is made, or fail with the script's own
+    error."""
     rng, tally = random.Random(seed), Tally()
     while tally.tried < count:
         launcher, fails = rng.choice(_LAUNCHERS), rng.random() < 0.3

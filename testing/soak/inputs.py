@@ -1,4 +1,7 @@
-"""Mutated configurations, experiments and command lines: a line and a status, no traceback."""
+"""Mutated configurations, experiments and command lines: dsat must answer with one line.
+
+It must also return a status, and print no traceback.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from testing.world import World
 
 LIMIT_S = 60.0
 WORLD = World(slots=2)
-# More settings than any single example has, so that there is something to damage.
+# Many more settings than any example has, so that there is much to damage.
 _CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 2,
@@ -55,7 +58,7 @@ _CONFIG: dict[str, Any] = {
 
 
 def attack(seed: int, count: int) -> Tally:
-    """Mutated inputs in a folder of their own; nothing is run of them."""
+    """Check mutated inputs with dry runs, which start nothing."""
     rng, tally = random.Random(seed), Tally()
     with a_user() as (user, experiment):
         for number in range(count):
@@ -85,7 +88,7 @@ def searches(seed: int, count: int) -> Tally:
 
 
 def run(user: User, argv: Sequence[str]) -> tuple[str, str]:
-    """Run a command line; return its end and what is wrong with it."""
+    """Run a command line; return how it ended, and what is wrong with that."""
     try:
         with at_most(LIMIT_S):
             told = user.types(*argv)
@@ -105,7 +108,7 @@ def _raise(error: Exception) -> int:
 def a_user(world: World = WORLD) -> Iterator[tuple[User, dict[str, Any]]]:
     """Yield a user in a new folder, and their experiment's configuration.
 
-    What the command line would report as a bug is raised.
+    An error that the command line would report as a bug of dsat is raised here.
     """
     with (
         tempfile.TemporaryDirectory(prefix="dsat-soak-") as folder,
@@ -117,7 +120,7 @@ def a_user(world: World = WORLD) -> Iterator[tuple[User, dict[str, Any]]]:
 
 
 def _write(rng: random.Random, folder: Path, experiment: dict[str, Any]) -> list[str]:
-    """Damages one of the inputs; the command line that reads it."""
+    """Write the inputs with one of them damaged; return the command line that reads them."""
     damaged = rng.choice(("config", "config", "experiment", "argv"))
     config = json.dumps(_CONFIG).encode()
     if damaged == "config":
@@ -148,7 +151,7 @@ def _damaged(rng: random.Random, document: Any, text: str) -> bytes:
 
 
 def _options(rng: random.Random, method: str) -> list[str]:
-    """Up to four options with values that they may not be prepared for."""
+    """Return up to four options with values that they may not expect."""
     known = [*options_of(Settings), *SEARCHES[method].options.values()]
     words: list[str] = []
     for _ in range(rng.randrange(1, 5)):

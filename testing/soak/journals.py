@@ -1,4 +1,4 @@
-"""Damaged journals: read or refused with one line, whether they are shown or continued."""
+"""Damaged journals: to show or resume a run, dsat must read them, or refuse with one line."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOW = (["show", "run"], ["show", "run", "--trials", "--json"], ["runs", "."])
 
 
 def attack(seed: int, count: int) -> Tally:
-    """Show and continue runs whose journals have values, lines or bytes damaged."""
+    """Show and resume runs whose journals have damaged values, lines or bytes."""
     rng, tally = random.Random(seed), Tally()
     with inputs.a_user() as (user, _):
         events = {method: _searched(user, method) for method in METHODS}
@@ -31,7 +31,7 @@ def attack(seed: int, count: int) -> Tally:
 
 
 def _new_run(user: User) -> Path:
-    """Return the journal's path in a new folder of a run."""
+    """Make a new run folder; return the path of its journal."""
     folder = user.folder / "run"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Damage to documents: values of other types and sizes, structure, bytes."""
+"""Damage to documents: to their values, structure and bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import random
 from typing import Any
 
-# What has broken programs before.
+# Values that often break programs.
 HOSTILE: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2, 3, 64, 2**31, 2**63 - 1, 2**63, -(2**63), 10**18, 10**400),
     *(0.0, 0.5, -0.0, 1.5, 1e308, -1e308, 5e-324, 1e18, 3.0),
@@ -30,7 +30,7 @@ HOSTILE: tuple[Any, ...] = (
 
 
 def of_values(rng: random.Random, document: Any) -> Any:
-    """A JSON document with one to three values replaced, moved, doubled or taken out."""
+    """Return a JSON document with one to three values replaced, moved, duplicated or deleted."""
     document = copy.deepcopy(document)
     for _ in range(rng.choice((1, 1, 2, 3))):
         _mutate(rng, document)
@@ -57,7 +57,7 @@ def _mutate(rng: random.Random, document: Any) -> None:
 
 
 def _places(value: Any) -> Any:
-    """All (container, key) below a value."""
+    """Yield a (container, key) pair for every value below a value."""
     if isinstance(value, dict):
         for key in value:
             yield value, key
@@ -69,7 +69,8 @@ def _places(value: Any) -> Any:
 
 
 def of_text(rng: random.Random, text: str) -> bytes:
-    """A text with some bytes changed, doubled or lost, and sometimes nested without end."""
+    """Return a text with some bytes changed, duplicated or lost, and sometimes very deep
+    nesting."""
     content = bytearray(text.encode("utf-8", "surrogatepass"))
     for _ in range(rng.choice((1, 2, 4, 8))):
         at = rng.randrange(len(content) + 1)

@@ -1,6 +1,6 @@
 """Signals to the processes of real searches with real ranks.
 
-What is left afterwards is found by session, process group and open files, not by environment.
+Remaining processes are found by session, process group and open files, not by environment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from testing.local import buffers_of, is_alive
 from testing.soak import Tally
 from testing.soak.runs import SIGNALS
 
-_OPTIONS = [*FAST, "-mt", "8", "-m", "throughput"]  # with finals of one pair
+_OPTIONS = [*FAST, "-mt", "8", "-m", "throughput"]  # enough for finals of one pair
 
 
 def kills(seed: int, count: int) -> Tally:
@@ -65,7 +65,7 @@ def _harmed(rng: random.Random, run_dir: Path) -> tuple[str, str, bool]:
     deadline = time.monotonic() + 2
     while is_alive(background.process.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
-    if is_alive(background.process.pid):  # the signal did not end it: end it as a user does
+    if is_alive(background.process.pid):  # the signal did not end it: press Ctrl-C
         background.process.send_signal(signal.SIGINT)
     told = background.end()
     finding = ""
@@ -82,7 +82,7 @@ def _harmed(rng: random.Random, run_dir: Path) -> tuple[str, str, bool]:
 
 
 def _left_of(run_dir: Path, sessions: set[int]) -> list[str]:
-    """Processes and shared memory of a run that are still there."""
+    """Return the processes and the shared memory that remain of a run."""
     folder, found = str(run_dir.resolve()), []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

@@ -1,7 +1,7 @@
-"""Whole searches in a made-up world; each command runs in a process that is harmed, and resumes.
+"""Whole searches in a made-up world; each command is harmed, and then resumed.
 
 Command line, journal, folders, locks, finals and reports are real (`testing.scenarios`). Processes
-are forked from this one, which has imported everything.
+are forks of this one, which has imported everything.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from testing.started import Started, Told
 from testing.world import World
 
 SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGSTOP)
-_BUDGET = 12  # trials, finals among them
-_PAIR, _WORTHWHILE, _WRONG = 2, 0.03, 0.1  # trials; logarithm of a gain; part of the searches
+_BUDGET = 12  # trials, including finals
+_PAIR, _WORTHWHILE, _WRONG = 2, 0.03, 0.1  # trials of a pair; log of a gain; allowed share
 _ERRORS = (errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT)
 
 
@@ -65,7 +65,7 @@ class Search:
         return found
 
     def resume(self) -> str:
-        """Resume to the end; return how that differs from an undisturbed search."""
+        """Resume to the end; return how the result differs from that of an undisturbed search."""
         told = self.run()
         if told.status or self.result() != _undisturbed(self.method):
             return f"{self.method} ends otherwise: {told.status} {told.err[-600:]}"
@@ -83,7 +83,7 @@ def _undisturbed(method: str) -> list[Any]:
 
 @contextlib.contextmanager
 def _folders() -> Iterator[Iterator[Path]]:
-    """Yield new folders; each one is removed when the next is asked for."""
+    """Yield an iterator of new folders; each folder is removed when the next one is requested."""
     with tempfile.TemporaryDirectory(prefix="dsat-soak-") as above:
 
         def names() -> Iterator[Path]:
@@ -95,7 +95,7 @@ def _folders() -> Iterator[Iterator[Path]]:
 
 
 def kills(seed: int, count: int) -> Tally:
-    """Send signals at random moments and resume to the end: the same trials, the same result."""
+    """Send signals at random moments and resume to the end: trials and result must not change."""
     rng, tally = random.Random(seed), Tally()
     with _folders() as folders:
         while tally.tried < count:
@@ -105,7 +105,7 @@ def kills(seed: int, count: int) -> Tally:
                 number, command = rng.choice(SIGNALS), search.start()
                 time.sleep(rng.random() * 1.5)
                 command.signal(number)
-                if number == signal.SIGSTOP:  # as when a laptop's lid is closed
+                if number == signal.SIGSTOP:  # as when a laptop is suspended
                     time.sleep(0.05)
                     command.signal(signal.SIGCONT)
                 told, result = command.wait(), search.result()
@@ -121,7 +121,7 @@ def kills(seed: int, count: int) -> Tally:
 
 
 def failing_calls(seed: int, count: int) -> Tally:
-    """Fail one call to the file system, or all from then on; then resume."""
+    """Make one call to the file system fail, or all from then on; then resume."""
     rng, tally = random.Random(seed), Tally()
     with _folders() as folders:
         while tally.tried < count:
@@ -137,7 +137,10 @@ def failing_calls(seed: int, count: int) -> Tally:
 
 
 def full_disks(seed: int, count: int) -> Tally:
-    """Search on a full file system of 256 KiB, then resume on a larger one; needs to mount."""
+    """Search on a file system of 256 KiB that may fill up, then resume on a larger one.
+
+    Needs permission to mount.
+    """
     rng, tally = random.Random(seed), Tally()
     with _folders() as folders:
         while tally.tried < count:
@@ -159,7 +162,7 @@ def full_disks(seed: int, count: int) -> Tally:
 
 
 def several_at_once(seed: int, count: int) -> Tally:
-    """Start two and five commands in one folder: one runs, the others name it."""
+    """Start two or five commands in one folder: one must run, the others must refuse."""
     rng, tally = random.Random(seed), Tally()
     refusals = ("another dsat process", "already holds a run")
     with _folders() as folders:
@@ -179,7 +182,10 @@ def several_at_once(seed: int, count: int) -> Tally:
 
 
 def budgets(seed: int, count: int) -> Tally:
-    """Search where runs vary: what is undecided uses its trials, and few gains are made up."""
+    """Search with run-to-run variation.
+
+    An undecided comparison must use up its trials, and few recommendations may be slower.
+    """
     rng, tally, wrong = random.Random(seed), Tally(), 0
     with _folders() as folders:
         while tally.tried < count:

@@ -1,8 +1,8 @@
-"""Secrets by names and shapes that others list: nothing that is shown or kept for others has them.
+"""Secrets in commands and configurations, which no output and no shared file may contain.
 
-Names are of variables and flags that services document, and of Docker's official images; shapes are
-of the keys that GitHub's secret scanning knows (docs.github.com, "supported secret scanning
-patterns"). None is taken from the package.
+The names are those of variables and flags that services document, and of Docker's official images.
+The shapes are those of keys that GitHub's secret scanning detects (docs.github.com, "supported
+secret scanning patterns"). Neither list is copied from dsat.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SSH_KEY_PASSPHRASE VAULT_TOKEN WANDB_API_KEY WANDB_KEY
 """.split()
 _ALL = string.ascii_letters + string.digits
 _LOWER, _HEX = string.ascii_lowercase + string.digits, "0123456789abcdef"
-# Prefix, alphabet and length of keys that are known by their shape, whatever they are called.
+# Prefix, alphabet and length of keys that their shape reveals, whatever their name is.
 _SHAPES = (
     *(("hf_", _ALL, 34), ("ghp_", _ALL, 36), ("github_pat_", _ALL, 82), ("glpat-", _ALL, 20)),
     *(("sk-proj-", _ALL, 48), ("sk-ant-api03-", _ALL, 93), ("AIza", _ALL, 35)),
@@ -39,7 +39,7 @@ _SHAPES = (
     *(("glptt-", _HEX, 40), ("ATATT3xFfGF0", _ALL, 60), ("figd_", _ALL, 40)),
     *(("nvapi-", _ALL, 64), ("dapi", _HEX, 32), ("ya29.", _ALL, 60)),
 )
-# Where a secret of a name stands; a shape stands in the place of `unnamed`.
+# Places of a secret with a name; a secret known by its shape has the place `unnamed`.
 _PLACES: dict[str, Callable[[str, str], list[str]]] = {
     "--NAME VALUE": lambda name, value: [f"--{name.lower()}", value],
     "--NAME=VALUE": lambda name, value: [f"--{name.lower()}={value}"],
@@ -56,7 +56,7 @@ _PLACES: dict[str, Callable[[str, str], list[str]]] = {
 
 
 def attack(seed: int, count: int) -> Tally:
-    """Plant a secret, search with made-up trials, and look for it in all that was shown or kept."""
+    """Plant a secret, search with made-up trials, and look for the secret in outputs and files."""
     rng, tally = random.Random(seed), Tally()
     while tally.tried < count:
         where, name, value = _secret(rng)
@@ -71,7 +71,7 @@ def attack(seed: int, count: int) -> Tally:
 
 
 def _secret(rng: random.Random) -> tuple[str, str, str]:
-    """Draw a place, a name and a value; of a secret without a name, its prefix is the name."""
+    """Draw a place, a name and a value; for a secret without a name, its prefix is returned."""
     where = rng.choice((*_PLACES, "unnamed", "variable", "hyperparameter", "message"))
     if where == "unnamed":
         prefix, alphabet, length = rng.choice(_SHAPES)
@@ -94,7 +94,7 @@ def _plant(experiment: dict[str, Any], where: str, name: str, value: str) -> Non
 
 
 def _leak(user: User, value: str) -> str:
-    """Return where a secret is seen after a dry run, a search and its `show`."""
+    """Return where a secret appears after a dry run, a search and `show`; empty if nowhere."""
     options = "-mt 6 -m throughput --engine local --run-dir run --finals 2".split()
     said = ""
     for words in (
@@ -117,7 +117,7 @@ def _leak(user: User, value: str) -> str:
     if not kept:
         return f"no run: {said[-300:]}"
     told_in = [path for path in kept if value in path.read_text("utf-8", errors="replace")]
-    # What has it is for use, and for its owner alone.
+    # A file may contain the secret if only its owner can read it, except reports.
     is_open = run.stat().st_mode & 0o077
     leaks = [path for path in told_in if is_open and path.stat().st_mode & 0o077]
     leaks += [path for path in told_in if path.name in ("report.html", "summary.md")]

@@ -1,4 +1,4 @@
-"""The recorded table that tests of the benchmarks share."""
+"""The recorded table that several tests of the benchmarks use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADER = CLUSTER.header
 
 @pytest.fixture(scope="session")
 def table() -> Table:
-    """Recorded as `record` would: doubled micro batches, then a bisected edge."""
+    """Make a table as `record` would record it: doubled micro batches, then a bisected edge."""
     rows = []
     for settings in record.SETTINGS:
         known: dict[int, bool] = {}

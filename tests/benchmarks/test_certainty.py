@@ -1,4 +1,5 @@
-"""What is said of certainty holds in the benchmarks' worlds, with fewer runs than they make."""
+"""Claims about certainty hold in the benchmarks' worlds, with fewer runs than the benchmarks
+make."""
 
 from __future__ import annotations
 

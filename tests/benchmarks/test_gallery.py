@@ -1,4 +1,4 @@
-"""The gallery's page and tables are of one piece, and their commands are those of dsat."""
+"""The gallery's page and tables agree with each other, and its commands are valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every tuner is played on the same table."""
+"""Every tuner runs on the same table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.replay import play
 from benchmarks.tables import Table
 from tests.benchmarks.conftest import HEADER, config_of
 
-# DeepSpeed's autotuner leaves files open, and Determined deprecates parts of its own.
+# DeepSpeed's autotuner leaves files open, and Determined deprecates parts of itself.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning:determined",
     "ignore::ResourceWarning",
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def _asked(table: Table, name: str, max_trials: int = 30) -> list[tuple[int, int, int]]:
-    """Stage, micro batch and accumulation of the trials that follow the profile."""
+    """Return stage, micro batch and accumulation of the trials after the profile."""
     ledger = Ledger(table, max_trials)
     with mock.patch.object(ledger, "run", wraps=ledger.run) as run:
         player(name)(ledger, 1, max_trials)

@@ -1,4 +1,4 @@
-"""Summaries, bars and the report of benchmark results."""
+"""Summaries, targets and the report of benchmark results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _episode(tuner: str, *values: float | None, seed: int = 0, oom: int = 0) -> 
 
 
 def _met(*more: Summary) -> dict[str, bool]:
-    """Bars where all of dsat's searches need two trials, and Determined's seven."""
+    """Return which targets are met if dsat's searches need two trials, and Determined's seven."""
     found = {s.tuner: s for s in more}
     for method in ("model", "asha", "binary", "random"):
         found.setdefault(f"dsat {method}", _summary(f"dsat {method}", 2))

@@ -1,4 +1,4 @@
-"""Tables: how they are recorded, and what is answered from them."""
+"""Tables: how they are recorded, and how they answer trials."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_edge_is_bisected_once_doubling_has_passed_it() -> None:
 
 
 def _recorded(spec: Spec, killed_after: int = 1000) -> list[dict[str, Any]]:
-    """The rows of a recording in which stage 0 has room for two samples, and stage 1 for one."""
+    """Return the rows of a recording in which two samples fit in stage 0, and one in stage 1."""
     rows: list[dict[str, Any]] = []
     while len(rows) < killed_after and (following := record.next_trial(spec, rows)) is not None:
         settings, size, number = following
@@ -66,7 +66,7 @@ def test_a_small_table_is_really_recorded(tmp_path: Path, monkeypatch: pytest.Mo
     table = tables.read(record.record(spec, cpu_machine(1), tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["small.jsonl.gz"]
     assert table.header.profile.num_params > 5 * 10**6
-    # The large bucket is 4 GB, of which the slot has none to spare: once is enough.
+    # The large bucket of 4 GB cannot fit in the slot, so it is tried once.
     found = [(row.micro_batch, row.outcome.kind.value, row.outcome.detail) for row in table.rows]
     assert found == [(1, "OK", ""), (2, "OK", ""), (1, "OOM", "")]
 
@@ -118,7 +118,7 @@ def test_between_recorded_micro_batches_throughput_is_linear_up_to_the_edge(tabl
 @pytest.mark.parametrize(
     ("zero", "like"),
     [
-        ({}, {"reduce_bucket_size": 10**8}),  # DeepSpeed's own is larger still
+        ({}, {"reduce_bucket_size": 10**8}),  # DeepSpeed's default is even larger
         ({"reduce_bucket_size": 6 * 10**7}, {"reduce_bucket_size": 10**8}),
         ({"reduce_bucket_size": 4 * 10**7}, {"reduce_bucket_size": 5 * 10**6}),
         ({"reduce_bucket_size": 10**6, "overlap_comm": True}, {"reduce_bucket_size": 5 * 10**6}),

@@ -1,4 +1,4 @@
-"""The folder of wheels for a machine without a network holds all that dsat needs there."""
+"""The folder of wheels for a machine without a network contains all that dsat needs there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mistakes that need an installed DeepSpeed, an earlier run or a process of its own to be seen."""
+"""Mistakes that show only with an installed DeepSpeed, an earlier run or a child process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options as `--help` tells them, and the words of the command line as the API's keywords."""
+"""The options in `--help`, and the command line's arguments as keywords of the API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsat.search import SEARCHES
 from testing.scenarios import User
 from testing.started import Told
 
-# Those of Determined's dsat, whose users rely on them.
+# Defaults of Determined's dsat, on which its users rely.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "asha": {"max_rungs": 5, "min_trials": 3, "early_stopping": 0, "divisor": 2},
     "binary": {"search_range_factor": None},

@@ -1,4 +1,4 @@
-"""Nobody who closes a stream, or stops reading it, ends a run; signals end it cleanly."""
+"""Closing a stream, or not reading it, never ends a run; signals end a run cleanly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# What a run does: it says many lines, opens files, and tells at its end that it got there.
+# Does what a run does: prints many lines, opens files, and reports when it reaches its end.
 PROGRAM = """
 import os, pathlib, sys
 from dsat.cli import streams
@@ -36,7 +36,7 @@ def test_the_run_goes_on(tmp_path: Path, redirection: str) -> None:
 
 
 def test_a_bug_is_called_a_bug() -> None:
-    """With its traceback, and nothing secret in it."""
+    """Its message has the traceback, without any secrets."""
     program = (
         "import sys\nfrom dsat.cli import commands, main\n"
         "def fails(*args): raise KeyError('x', 'https://me:hunter2@host')\n"

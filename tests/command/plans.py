@@ -1,4 +1,4 @@
-"""What a search makes of a user's files, as a dry run tells it."""
+"""Plans that dsat makes from a user's files, as a dry run prints them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DATA = {
 
 @dataclass
 class Reader:
-    """A user who asks for plans; `command` is that of the last one."""
+    """A user who asks for plans; `command` is the command in the last plan."""
 
     user: User
     slots: int = 4
@@ -29,18 +29,18 @@ class Reader:
     def experiment(
         self, data: Mapping[str, Any], config: Mapping[str, Any], *options: object
     ) -> dict[str, Any]:
-        """Return the plan for an experiment with a file `ds.json`."""
+        """Return the plan of an experiment that has a file `ds.json`."""
         return self.text(json.dumps({**_DATA, **data}), config, *options)
 
     def command_line(self, config: Mapping[str, Any], *options: object) -> dict[str, Any]:
-        """Return the plan for `train.py` with a file `ds.json`."""
+        """Return the plan of the command `train.py` with a file `ds.json`."""
         self._write(config)
         return self._plan("--ds-config", "ds.json", *options, "--", "train.py")
 
     def text(
         self, text: str, config: Mapping[str, Any] | None = None, *options: object
     ) -> dict[str, Any]:
-        """Return the plan for the text of an experiment."""
+        """Return the plan of an experiment with this text."""
         if config is not None:
             self._write(config)
         (self.user.folder / "deepspeed.yaml").write_text(text, encoding="utf-8")
@@ -63,7 +63,7 @@ class Reader:
 
 
 def listed(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all values of a plan that the configuration lists; the stages that are searched."""
+    """Return the values that the plan took from lists in the configuration, and the stages."""
     micro_batches = plan["micro_batches"]
     sizes = {"train_micro_batch_size_per_gpu": micro_batches} if micro_batches else {}
     return {**plan["choices"], **sizes, "stage": sorted(plan["zero_stages"])}

@@ -1,4 +1,4 @@
-"""Entrypoints as users write them, and what of them matters to the ranks."""
+"""Entrypoints as users write them, and the parts of them that affect ranks."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_forms(given: str | list[str], expected: Entrypoint, model_dir: Path) ->
 def test_another_environment_of_the_same_python_is_another_python(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    """The python of a virtual environment is a link to the one that it was made with."""
+    """The Python of a virtual environment is a link to the Python that made the environment."""
     other = tmp_path / "python3"
     other.symlink_to(sys.executable)
     with pytest.raises(UserInputError, match="is not the Python that runs dsat"):

@@ -1,4 +1,4 @@
-"""The user's files: what a search makes of them."""
+"""The user's files, and what a search reads from them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_least_that_is_needed(reader: Reader) -> None:
 
 
 def test_all_of_it(reader: Reader) -> None:
-    """Overrides over the file, constants of hyperparameters, and variables."""
+    """Overrides of the file, constants in hyperparameters, and variables."""
     overrides = {ZERO: {"overlap_comm": True}, "gradient_clipping": 1.0}
     hparams = {
         "deepspeed_config": {"type": "const", "val": "ds.json"},
@@ -47,7 +47,7 @@ def test_all_of_it(reader: Reader) -> None:
 
 
 def test_deprecated_settings_are_read_as_what_replaces_them(reader: Reader) -> None:
-    """Wherever a configuration is: a search could set nothing beside a deprecated setting."""
+    """Otherwise a search could not change a setting whose deprecated form is set."""
     deprecated = {MICRO: 4, ZERO: {"stage": 2, "cpu_offload": True}}
     current = {MICRO: 4, ZERO: {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     inline = {"deepspeed_config": deprecated, "overwrite_deepspeed_args": deprecated}
@@ -78,7 +78,7 @@ def test_the_configuration_is_json_whatever_its_name(reader: Reader) -> None:
 
 
 def test_yaml_is_read_as_the_master_reads_it(reader: Reader) -> None:
-    """Neither as YAML 1.1, for which 1e-4 is a text, nor as 1.2, for which `on` is one."""
+    """In YAML 1.1, 1e-4 would be text; in YAML 1.2, `on` would be text."""
     reader.user.has(DS)
     text = (
         "entrypoint: python3 train.py\nhyperparameters:\n  deepspeed_config:\n"
@@ -91,7 +91,7 @@ def test_yaml_is_read_as_the_master_reads_it(reader: Reader) -> None:
 
 
 def test_lists_are_what_may_be_searched(reader: Reader) -> None:
-    """Of the configuration's own file and of the overrides, in either form of a list."""
+    """Lists may be in the configuration file or in the overrides, in two forms."""
     file = {MICRO: [2, 4], ZERO: {"stage": "all", "overlap_comm": [True, False]}}
     vals = {"type": "categorical", "vals": [5e8, 1e6]}
     overrides = {ZERO: {"stage": [3, 1], "reduce_bucket_size": vals}}

@@ -1,4 +1,4 @@
-"""The configuration of a model, and its DeepSpeed configuration."""
+"""Configurations of models, and the DeepSpeed configuration made from them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_a_trainer_would_fill_in_is_left_to_deepspeed() -> None:
 
 
 def test_what_a_trainer_computes_from_the_hidden_size_is_computed() -> None:
-    """Sizes by `HfTrainerDeepSpeedConfig.trainer_config_finalize`."""
+    """The expected sizes are those of `HfTrainerDeepSpeedConfig.trainer_config_finalize`."""
     computed = {
         "reduce_bucket_size": 10**6,
         "stage3_prefetch_bucket_size": 900_000,
@@ -71,14 +71,14 @@ def test_what_a_trainer_computes_from_the_hidden_size_is_computed() -> None:
 
 
 def test_a_file_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
-    """The configurations of Mamba-2 hold an infinity, and some on the Hub a key twice."""
+    """Configurations of Mamba-2 contain an infinity, and some on the Hub contain a key twice."""
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "mamba2", "use_cache": 1, "use_cache": 0, "limit": Infinity}')
     assert hf_config.find(str(tmp_path)) == hf_config.find(str(path)) == path
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """A Hub that has one model, `org/tiny`."""
+    """A Hub with one model, `org/tiny`."""
 
     body = b'{"model_type": "llama"}'
 

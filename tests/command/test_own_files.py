@@ -1,4 +1,4 @@
-"""The user's own configuration files, with the best configuration in place of theirs."""
+"""Copies of the user's own configuration files with the best configuration in them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def answer(
 
 
 def copied(command: str, text: str, best: Answer) -> tuple[list[str], str]:
-    """The words of a command that names `own.yaml`, and the copy of that file."""
+    """Return the new command for one that names `own.yaml`, and the copy of that file."""
     folder = best.path.parents[1]
     (folder / "own.yaml").write_text(text)
     found = rewrite_command(command.split(), folder, best)
@@ -134,7 +134,7 @@ def test_frameworks_have_keys_of_their_own_for_fields_of_the_trainer(tmp_path: P
         (tmp_path / "own.yaml").write_text(text)
         form = form_of_training([*words[:2], "own.yaml"], tmp_path)
         assert form is not None and form.key_of("use_liger_kernel") == key
-    # LLaMA-Factory recomputes activations unless it is told not to.
+    # LLaMA-Factory recomputes activations unless its file disables that.
     own = f"finetuning_type: lora\n{TRAINER}"
     for is_on in (True, False):
         best = answer(tmp_path, {CHECKPOINTING: is_on})

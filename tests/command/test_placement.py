@@ -1,4 +1,4 @@
-"""Which machines and devices of a hostfile are used."""
+"""Which machines and devices of a hostfile dsat uses."""
 
 from __future__ import annotations
 

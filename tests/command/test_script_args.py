@@ -1,4 +1,4 @@
-"""Flags that follow a trial's configuration, and what "auto" stands for on a command line."""
+"""Flags that follow a trial's configuration, and the meaning of "auto" on a command line."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_the_flags_of_a_script() -> None:
 def test_the_arguments_of_a_trial(
     args: Sequence[str], given: Mapping[str, str], add: bool, expected: Sequence[str]
 ) -> None:
-    """Settings are found by their names or paths; no flag is added that no Trainer has."""
+    """Settings are found by their names or paths. Only flags of the Trainer are added."""
     config = {**BATCH, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     switches = {"gradient_checkpointing": False}
     assert [*script_args.adapt_to_trial(args, config, switches, given, add=add)] == expected

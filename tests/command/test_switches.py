@@ -1,4 +1,4 @@
-"""Switches of scripts: how users write them, and how scripts are given them."""
+"""Switches of scripts: how users write them, and how scripts receive them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of values in a DeepSpeed configuration, taken as the search space."""
+"""Lists of values in a DeepSpeed configuration, which become the search space."""
 
 from __future__ import annotations
 

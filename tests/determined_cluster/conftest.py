@@ -1,4 +1,4 @@
-"""A master that is configured for this process, on which nothing runs."""
+"""An idle master that is configured for this process."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]
 
 @pytest.fixture
 def nowhere(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The address of a master that is configured and does not answer."""
+    """Return the address of a configured master that does not answer."""
     monkeypatch.setenv("DET_MASTER", "http://127.0.0.1:9")
     return "http://127.0.0.1:9"

@@ -1,4 +1,4 @@
-"""How trials end on a cluster, by what they report and by their logs, and what users are told."""
+"""How trials end on a cluster, as their reports and logs show, and what users read about it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SERVER_SOCKET = (
 
 
 def line(outcome: Outcome, *, run: str = "5.a.0", ended: bool = False) -> str:
-    """What a rank writes into the log."""
+    """Return the line that a rank writes into the log."""
     return log_line(outcome, run=run, ended=ended).decode().rstrip("\n")
 
 
@@ -49,13 +49,13 @@ OOM, ERROR, INVALID, OK = "OOM", "ERROR", "INVALID", "OK"
 REPORTS = [
     # Only the last run of a trial counts.
     (crash(line(failed(OOM), run="5.a.0"), line(failed(ERROR, "x"), run="5.a.1")), (ERROR, "x")),
-    # A measurement in the log is one: the script has no reporting context.
+    # A measurement in the log counts: the script has no reporting context.
     (leave("warning: Address already in use, trying the next port", line(RAN, ended=True)), (OK,)),
     (crash(line(RAN, ended=True)), (OK,)),
-    # A script that leaves with a status has not only come to its end.
+    # A script that exits with an error status has failed.
     (leave("no config", line(failed(INVALID, "too short"), ended=True)), (INVALID, "too short")),
     (crash("no config", line(failed(INVALID, "too short"), ended=True)), (ERROR, "failed")),
-    (crash(line(failed(OOM))[:-20]), (ERROR, "failed")),  # torn by another writer
+    (crash(line(failed(OOM))[:-20]), (ERROR, "failed")),  # cut off by another writer
     # One rank's report explains the failures of the others.
     (
         crash(
@@ -81,7 +81,7 @@ TEXTS = [
     (crash("torch.cuda.OutOfMemoryError: CUDA out of memory."), (OOM, "log")),
     (crash("RuntimeError: CUDA error: out of memory"), (OOM, "log")),
 ]
-PORTS = [  # at which ranks meet, and which another trial has
+PORTS = [  # where ranks meet, but another trial uses them
     (
         crash("RuntimeError: Address already in use"),
         (ERROR, "EADDRINUSE", "--max-concurrent-trials 1"),
@@ -106,7 +106,7 @@ METRICS = [
 def test_every_way_in_which_a_trial_ends(
     endings: Sequence[tuple[Ending, tuple[str, ...]]], tmp_path: Path
 ) -> None:
-    """Of one search, after the first trial, which is measured."""
+    """All ends are in one search, after a first trial that is measured."""
 
     def behave(hparams: Mapping[str, Any]) -> Ending:
         number = hparams["_dsat_trial"]["id"]
@@ -142,7 +142,7 @@ def test_every_way_in_which_a_trial_ends(
 def test_a_script_that_fails_before_its_engine_is_run_once(
     ending: Ending, is_before_engine: bool, tmp_path: Path
 ) -> None:
-    """No other configuration would run: but one that came as far may fail for its configuration."""
+    """No other configuration would run. After the engine, the configuration may be the cause."""
     with quick_cluster(tmp_path, lambda hparams: ending) as there:
         told = there.search("pretend", "--max-trials", 3, "--json")
         assert told.status == 1, told
@@ -152,7 +152,7 @@ def test_a_script_that_fails_before_its_engine_is_run_once(
 
 
 def test_a_search_that_failed_says_why_wherever_users_look(tmp_path: Path) -> None:
-    """But no secret of theirs; its state alone would not say it."""
+    """The state alone would not show the reason. No secret may be shown."""
     hparams = {"auth_token": "hunter2"}
     environment = {"environment_variables": ["HF_TOKEN=hunter2"]}
     program = changed(

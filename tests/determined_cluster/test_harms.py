@@ -1,4 +1,4 @@
-"""Whole searches with a harm: what goes wrong on a cluster, and what users do there."""
+"""Whole searches on a cluster in which something goes wrong, or users interfere."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ OPTIONS = (
 )
 STRANGER = "00000000-0000-0000-0000-000000000000"
 POSTS = r"POST .*/searcher_operations"
-AT = 3  # trials have ended when a harm comes about
+AT = 3  # number of trials that have ended when the harm happens
 
 Harm = Callable[[OnCluster], None]
 
 
 def search_with(harm: Harm, folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]], str]:
-    """A search that goes on to its end: its result, the trials that it made, and what it said."""
+    """Run a search with a harm to its end; return its result, its trials and the runner's log."""
     with quick_cluster(folder, limit=AT) as there:
         process = there.begin_search("pretend", *OPTIONS)
         there.let_end(AT)
@@ -46,14 +46,14 @@ def without_times(result: Mapping[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
-    """The result without a harm, and the trials that were made."""
+    """Return the result and the trials of a search without harm."""
     found, created, _ = search_with(lambda there: None, tmp_path_factory.mktemp("undisturbed"))
     assert len(created) == len(found["trials"]) == TRIALS
     return found, created
 
 
 def fails_at_first(*patterns: str, **how: Any) -> Harm:
-    """Every request fails at its first attempt."""
+    """Make every matching request fail at its first attempt."""
 
     def harm(there: OnCluster) -> None:
         for pattern in patterns:
@@ -69,7 +69,7 @@ REPEATED = (
 
 
 def events_come_again(there: OnCluster) -> None:
-    """And one under another number, and news of strangers."""
+    """Repeat old events, one of them with another id, and send events of unknown trials."""
     known = there.created()[0]["requestId"]
     there.master.redeliver(
         SEARCH,
@@ -84,7 +84,8 @@ def events_come_again(there: OnCluster) -> None:
 
 
 def trial_is_gone_before_it_is_closed(there: OnCluster) -> None:
-    """The second post about the next trial that ends is about its report, and closes it."""
+    """Let the second post for the next trial that ends fail: it answers the report, and closes
+    the trial."""
     there.master.fault(POSTS, status=400, message="trial could not be found", after=1)
 
 
@@ -114,7 +115,7 @@ def runner_moves_to_another_agent(there: OnCluster) -> None:
 
 
 def token_expires(there: OnCluster) -> None:
-    """So another start of the runner is needed, which gets another one."""
+    """Reject the token, so the runner must restart, which gives it another token."""
     there.master.fault(r"GET .*/searcher_events", status=401)
 
 
@@ -148,8 +149,8 @@ def test_a_harm_that_leaves_no_trace(
 @pytest.mark.parametrize(
     ("pattern", "faults"),
     [
-        (r"POST .*/checkpoints", [{"kind": "drop", "every": 2}]),  # decided, and not saved
-        # In turns: saved and not posted, then posted and not answered.
+        (r"POST .*/checkpoints", [{"kind": "drop", "every": 2}]),  # decided, but not saved
+        # In turns: saved but not posted, then posted but not answered.
         (POSTS, [{"kind": "drop", "every": 3}, {"kind": "drop_answer", "after": 1, "every": 2}]),
     ],
 )
@@ -229,7 +230,7 @@ def test_the_time_of_a_search_goes_on_while_its_runner_is_dead_but_not_while_it_
         assert json.loads(told.out)["wall_s"] >= 0
 
 
-# Harms that end a search: the best so far is told, its files are there, and no trial runs on.
+# Harms that end a search: the best so far is reported, with its files, and no trial runs on.
 
 
 def runner_is_canceled(there: OnCluster, command: Command) -> None:
@@ -290,7 +291,7 @@ def test_a_harm_that_ends_a_search_leaves_the_best_so_far(
 
 
 def test_a_search_whose_trials_are_refused_looks_failed(tmp_path: Path) -> None:
-    """A cluster with fewer slots than a trial needs is one reason."""
+    """One possible reason is a cluster with fewer slots than a trial needs."""
     with quick_cluster(tmp_path) as there:
         refusal = {"status": 400, "message": "too few slots"}
         there.master.fault(r"POST /api/v1/experiments$", after=1, times=None, **refusal)
@@ -322,7 +323,7 @@ def test_a_command_ends_the_trials_of_a_runner_that_is_gone(tmp_path: Path) -> N
 
 
 def test_ctrl_c_ends_the_command_and_not_the_search(tmp_path: Path) -> None:
-    """Which another command follows to its end."""
+    """Another command then follows the search to its end."""
     with quick_cluster(tmp_path, limit=AT) as there:
         process = there.begin_search("pretend", *OPTIONS)
         there.let_end(AT)

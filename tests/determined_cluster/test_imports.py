@@ -1,4 +1,4 @@
-"""Imports in a container: Determined, numpy, ruamel.yaml, torch and deepspeed only."""
+"""Imports in a container: only Determined, numpy, ruamel.yaml, torch and deepspeed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.test_layers import _import_graph, _sources
 
 # wrapt is uploaded with dsat.
 GIVEN = {"determined", "numpy", "ruamel", "torch", "deepspeed", "dsat", "wrapt"}
-# psutil, of the host's memory where there are no accelerators: deepspeed's CPU accelerator and
-# determined's own start-up have imported it before.
-# hjson, where a DeepSpeed configuration is read: deepspeed itself reads it with that.
+# psutil, for host memory without an accelerator: deepspeed's CPU accelerator and determined's own
+# start-up import it first.
+# hjson, to read a DeepSpeed configuration: deepspeed itself uses it.
 # packaging, for versions of DeepSpeed: determined requires it.
-# threadpoolctl, where it is there: so that a search takes no cores from trials.
-# Libraries that the script has imported before.
+# threadpoolctl, if it is installed, so that a search uses no cores of trials.
+# Further libraries, if the script has imported them.
 BY_NEED = {
     ("in_trial.profiler", "psutil"),
     ("command.ds_config", "hjson"),
@@ -44,7 +44,7 @@ def _reachable(module: str, graph: dict[str, set[str]]) -> set[str]:
 
 
 def _third_party(text: str) -> Iterator[str]:
-    """Yield the third-party imports of a source, those in functions too."""
+    """Yield the third-party imports of a source file, including those in functions."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             yield from (alias.name.split(".")[0] for alias in node.names)
@@ -65,7 +65,7 @@ def test_nothing_else_is_imported() -> None:
     assert found <= BY_NEED
 
 
-# Finds none of some packages, and wrapt only beside dsat.
+# Blocks some packages, and finds wrapt only next to dsat.
 BLOCKER = """
 import importlib.machinery, sys, warnings
 Paths = importlib.machinery.PathFinder
@@ -85,7 +85,7 @@ assert {place!r} in dsat.__file__
 
 @pytest.mark.slow
 def test_the_search_of_the_runner_needs_neither_torch_nor_deepspeed(tmp_path: Path) -> None:
-    """The image of a 0-slot container may be a small one."""
+    """The image of a 0-slot container may be a small one without them."""
     upload.lay_out({}, "{}", tmp_path)
 
     def imports(names: str, *blocked: str) -> None:

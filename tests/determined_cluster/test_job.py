@@ -1,4 +1,4 @@
-"""The experiments of a search: what of the user's configuration is in which of them."""
+"""The experiments of a search, and the part of the user's configuration in each of them."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ USERS = {
 
 
 def searched(there: OnCluster, folder: Path, storage: object, *options: object) -> list[Any]:
-    """The configurations of runner, search and training in full length, as they were submitted."""
+    """Return the submitted configurations of runner, search and full-length training."""
     program = changed(folder, **USERS, hyperparameters=HPARAMS, checkpoint_storage=storage)
     config = program / "deepspeed.yaml"
     data = yaml.safe_load(config.read_text())
-    del data["max_restarts"]  # else a number of the user's holds for trials
+    del data["max_restarts"]  # otherwise, trials get the user's number
     config.write_text(yaml.safe_dump(data))
     most = ("--max-trials", 2, "--finals", 0, "--run-full-experiment")
     told = there.search(program, *most, *options)
@@ -79,7 +79,7 @@ def test_each_experiment_has_what_is_the_users_and_what_is_its_own(tmp_path: Pat
         assert search["max_restarts"] == 0, "unless the user has a number"
         hparams = search["hyperparameters"]
         assert hparams["_use_dsat_mode"] is True and hparams["width"] == 3
-        # Sections of DeepSpeed that have a type are no ranges for the master.
+        # The master must not take DeepSpeed's sections with a `type` for ranges.
         assert hparams["deepspeed_config"] == {"type": "const", "val": DS}
         assert full["searcher"] == SEARCHER and full["profiling"] == {"enabled": True}
         assert full["hyperparameters"]["deepspeed_config"] == {"type": "const", "val": DS}
@@ -91,7 +91,7 @@ def test_each_experiment_has_what_is_the_users_and_what_is_its_own(tmp_path: Pat
 
 @pytest.mark.slow
 def test_changes_for_the_runner_alone_do_not_reach_its_trials(tmp_path: Path) -> None:
-    """Whether the user has a value of his own or not."""
+    """This holds with and without a value in the user's configuration."""
     own, scratch = ({"type": "shared_fs", "host_path": str(tmp_path / n)} for n in "ab")
     changes = {
         "environment": {"image": "small:1", "environment_variables": ["A=1"]},

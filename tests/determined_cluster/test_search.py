@@ -1,4 +1,4 @@
-"""Whole searches through the command, whose trials are made up: what users see at the end."""
+"""Whole searches by the command with made-up trials: what users see at the end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SECRET = "hf_0123456789abcdefABCD"
 
 
 def is_whole(there: OnCluster, trials: int) -> None:
-    """Each trial of the search was made once, and both experiments came to their end."""
+    """Check that each trial of the search was created once, and that both experiments completed."""
     ids = [each["requestId"] for each in there.created()]
     assert len(ids) == len(set(ids)) == trials == len(there.master.trials(SEARCH))
     assert (there.state(RUNNER), there.state(SEARCH)) == ("COMPLETED", "COMPLETED")
@@ -46,7 +46,7 @@ def test_a_whole_search(method: str, tmp_path: Path) -> None:
         is_whole(there, len(found["trials"]))
         assert 4 <= len(found["trials"]) <= 9 and there.master.made_up is not None
         assert there.master.made_up.most == 2
-        # The best of all that ran there by the master's figures, or as good with a smaller batch.
+        # The best trial by the master's numbers, or one as good with a smaller batch.
         best, rows = found["best"], [row for row in found["trials"] if row["kind"] != "final"]
         most = max(row["metrics"]["throughput"] for row in rows if row["metrics"])
         assert best["metrics"]["throughput"] >= 0.99 * most
@@ -61,7 +61,7 @@ def test_a_whole_search(method: str, tmp_path: Path) -> None:
         size = best["train_micro_batch_size_per_gpu"]
         assert config["train_micro_batch_size_per_gpu"] == size
         assert json.loads((files / "best_ds_metrics.json").read_text())["trial"] == best["name"]
-        # The web UI tells it too.
+        # The web UI shows it too.
         runner = there.master.experiment(RUNNER)
         assert f"{found['gain']:.3f}x" in runner.config["description"] and runner.progress == 1
         assert there.master.metrics(there.runner)[-1] == {
@@ -74,7 +74,7 @@ def test_a_whole_search(method: str, tmp_path: Path) -> None:
 
 
 def test_a_clusters_run_is_a_run_like_others(tmp_path: Path) -> None:
-    """Its folder is shown, compared and exported; another machine does not continue it."""
+    """Its folder can be shown, compared and exported, but another machine cannot resume it."""
     with quick_cluster(tmp_path) as there:
         found, other = (
             json.loads(there.search("pretend", *OPTIONS, "--json", method=method).out)
@@ -98,7 +98,7 @@ def test_a_clusters_run_is_a_run_like_others(tmp_path: Path) -> None:
 
 
 def test_results_that_cannot_be_written_here_are_in_a_checkpoint(tmp_path: Path) -> None:
-    """The master is not to blame for a file in the place of the folder."""
+    """A file is in the place of the run's folder; the message must not blame the master."""
     with quick_cluster(tmp_path) as there:
         there.home.mkdir(exist_ok=True)
         (there.home / "dsat_runs").write_text("mine")
@@ -137,7 +137,8 @@ def test_trials_get_their_whole_configuration_and_what_varies_is_plotted(tmp_pat
 
 
 def test_finals_run_alone(tmp_path: Path) -> None:
-    """In pairs of your own configuration and the best, after all of the search has ended."""
+    """Pairs of the user's own configuration and the best begin after all of the search has
+    ended."""
     running: list[int] = []
     with quick_cluster(tmp_path, lambda hparams: noted(hparams, running)) as there:
         told = there.search("pretend", *OPTIONS, "--finals", 4, "--max-trials", 12, "--json")
@@ -157,7 +158,7 @@ def noted(hparams: Mapping[str, Any], running: list[int]) -> Ending:
 
 
 def test_no_secret_is_told(tmp_path: Path) -> None:
-    """But where it is for use."""
+    """Secrets stay in the files that need them."""
     ds = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
@@ -205,7 +206,7 @@ def test_a_training_in_full_length_follows_once(tmp_path: Path) -> None:
 def test_trials_that_differ_in_a_switch_differ_in_their_hyperparameters(
     is_faster: bool, tmp_path: Path
 ) -> None:
-    """And a training in full length has the switches of the best."""
+    """A full-length training also gets the switches of the best trial."""
     name = "ENV:NCCL_BUFFSIZE"
 
     def behave(hparams: Mapping[str, Any]) -> Ending:
@@ -248,7 +249,7 @@ def test_a_training_in_full_length_needs_a_searcher_of_one_trial(
 
 
 def test_trials_on_another_kind_of_device_are_not_compared(tmp_path: Path) -> None:
-    """Whichever process of the runner heard of the first one."""
+    """The runner restarts after the first trial, and must still know that trial's device."""
 
     def behave(hparams: Mapping[str, Any]) -> Ending:
         number = hparams["_dsat_trial"]["id"]
@@ -266,7 +267,7 @@ def test_trials_on_another_kind_of_device_are_not_compared(tmp_path: Path) -> No
 
 
 def test_no_stage_is_called_unfit_that_ran(tmp_path: Path) -> None:
-    """A slot is too small for stage 2 by the formula, yet the user's own configuration runs."""
+    """By the formula, stage 2 does not fit a slot, yet the user's own configuration runs."""
     ds = {
         "train_micro_batch_size_per_gpu": 4,
         "optimizer": {"type": "Adam"},

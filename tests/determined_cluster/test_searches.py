@@ -1,4 +1,4 @@
-"""Whole searches on a cluster in real processes; trials run DeepSpeed, or they pretend."""
+"""Whole searches on a cluster with real processes; trials run DeepSpeed, or pretend to."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAST = (
 
 
 def measured(there: OnCluster) -> dict[str, Any]:
-    """The best trial's metrics, which the web UI has as well; checks that all is as it should."""
+    """Check the results of a search, and return the best trial's metrics, as in the web UI."""
     run = there.run()
     assert run.best is not None
     [trial] = [
@@ -91,7 +91,7 @@ def test_a_hugging_face_trainer(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_rank_that_runs_out_of_memory(tmp_path: Path) -> None:
-    """The second one, of which only the log knows; then the first, which reports it."""
+    """First rank 1 does, which only the log shows; then rank 0, which reports it."""
     with cluster(tmp_path) as there:
         told = there.search("two_ranks", *FAST, "--max-trials", 3, "--zero-stages", 1, 2, 3)
         assert told.status == 1, told
@@ -102,7 +102,7 @@ def test_a_rank_that_runs_out_of_memory(tmp_path: Path) -> None:
         assert "No configuration ran" in told.err
 
 
-ENDS = {  # of trials that pretend, by what they do; the first is the user's own configuration
+ENDS = {  # outcomes of pretending trials, by behaviour; the first is the user's own configuration
     "runs": "OK",
     "crashes": "ERROR",
     "runs out of memory": "OOM",
@@ -132,7 +132,7 @@ def test_a_runner_that_is_killed_goes_on_where_it_was_however_trials_end(tmp_pat
 
 @pytest.mark.nightly
 def test_trials_end_a_search_whose_runner_is_gone(tmp_path: Path) -> None:
-    """When the command has been left, nobody else can."""
+    """After the user has left the command, nothing else can end the search."""
     with cluster(tmp_path) as there:
         process = there.begin_search("pretend", "--max-micro-batch", 16, "--max-trials", 60)
         there.until_reported(1)

@@ -1,4 +1,4 @@
-"""Choice of a master."""
+"""How the command chooses a master."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEAR = "http://localhost:8080"
 
 @pytest.fixture
 def auth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Determined's file of logins."""
+    """Return the path of Determined's file of logins."""
     monkeypatch.setenv("DET_DEBUG_CONFIG_PATH", str(tmp_path))
     return tmp_path / "auth.json"
 

@@ -1,4 +1,4 @@
-"""The command towards a cluster: where it submits a search, what it follows, what it refuses."""
+"""The command with a cluster: where it submits a search, what it follows, what it refuses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def dsat(*options: object, model: Path = PRETEND) -> int:
 
 
 def refused(capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line that the command ended with."""
+    """Return the single error line with which the command ended."""
     err = capsys.readouterr().err
     last = err.splitlines()[-1]
     assert last.startswith("dsat: error: ") and err.count("dsat: error: ") == 1, err
@@ -94,7 +94,8 @@ def test_the_search_is_submitted_where_the_user_wants_it(
 def test_the_last_whole_result_of_a_log_counts(
     tmp_path: Path,
 ) -> None:
-    """Its lines may be torn, alone, or of a runner that died while it told its result."""
+    """A result may be cut off, lack its beginning, or be from a runner that died while printing
+    it."""
     ds = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "Adam"},
@@ -161,10 +162,10 @@ def test_only_a_search_is_followed(master: StandIn, capsys: pytest.CaptureFixtur
     [
         *(([status], 0, 0) for status in (400, 401, 403, 404, 501)),
         ([599], 1800, 1830),
-        *(([status], 1800, 3000) for status in (502, 503)),  # determined's client repeats it too
+        *(([status], 1800, 3000) for status in (502, 503)),  # determined's client retries these
         ([500], 120, 150),  # more slots than the cluster has
         ([599] * 7 + [500], 211, 241),  # a master that restarts before its database
-        ([599] * 7 + [200], 91, 91),  # one that was away
+        ([599] * 7 + [200], 91, 91),  # a master that was unavailable
     ],
 )
 def test_how_long_a_request_is_repeated(
@@ -175,11 +176,11 @@ def test_how_long_a_request_is_repeated(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """When it is given up, the search goes on, and users learn how to follow it again."""
+    """When the command gives up, the search continues, and users read how to follow it again."""
     pauses: list[float] = []
     really, here = time.sleep, threading.get_ident()
 
-    def pause(seconds: float) -> None:  # other threads of the tests go on as ever
+    def pause(seconds: float) -> None:  # other threads of the tests sleep as usual
         if threading.get_ident() == here:
             pauses.append(seconds)
         else:
@@ -193,7 +194,7 @@ def test_how_long_a_request_is_repeated(
         times = None if number == len(statuses) - 1 else 1
         if status != 200:
             master.fault(gone, status=status, times=times, after=1)
-    if statuses[-1] == 200:  # it then hears that another user has ended the search
+    if statuses[-1] == 200:  # it then learns that another user has ended the search
         master.experiment(1).change_state(State.STOPPING_KILLED, "user requested kill")
     assert main.main(["watch", "1"]) == (1 if statuses[-1] == 200 else 2)
     assert least_s <= sum(pauses) <= most_s + 10

@@ -1,4 +1,4 @@
-"""Files that a search takes to the cluster, and what the command refuses to take."""
+"""Files that a search uploads to the cluster, and files that the command refuses to upload."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def dsat(model: Path, *options: object, entrypoint: str = "python3 train.py") ->
 
 
 def uploaded(master: StandIn, model: Path, *includes: Path) -> set[str]:
-    """What trials find in their folder."""
+    """Return the files that trials find in their folder."""
     options = [word for include in includes for word in ("--add-files", include)]
     assert dsat(model, "--detach", *options) == 0
     files = master.context(len(master.experiments))
@@ -54,7 +54,7 @@ WHOLE = {"data/big.bin", "data/small.txt", "lib/net.py", "train.py"}
 def test_the_model_folder_without_what_determined_leaves_out(
     master: StandIn, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor earlier runs, nor what links lead to; however the folder is named."""
+    """Earlier runs and the targets of links are also left out, however the folder is named."""
     monkeypatch.chdir(model)
     (tmp_path / "link").symlink_to(model)
     (tmp_path / "disk").mkdir()
@@ -110,7 +110,7 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
     [
         ("model/dsat/x.py", "hide the package dsat"),
         ("model/dsat.py", "hide the package dsat"),
-        ("other/train.py", "--add-files"),  # there is one in the model folder
+        ("other/train.py", "--add-files"),  # the model folder has one, too
     ],
 )
 def test_two_of_one_name_are_refused(
@@ -129,11 +129,11 @@ def test_two_of_one_name_are_refused(
 def test_too_much_is_refused_and_the_largest_files_are_named(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The largest first, at most five; this package and the files together count."""
+    """At most five files are named, largest first. dsat and the files together count."""
     sizes = {"data/big.bin": 60, "lib/w.bin": 20, "a.bin": 8, "b.bin": 4, "c.bin": 2, "d.bin": 1}
     for name, mebibytes in sizes.items():
         with (model / name).open("wb") as file:
-            file.truncate(mebibytes * 2**20)  # without contents on the disk
+            file.truncate(mebibytes * 2**20)  # a sparse file
     assert dsat(model, "--dry-run") == 2
     err = refused(capsys)
     total, limit = map(float, re.findall(r"(\d+\.\d|\d+) MiB", err)[:2])

@@ -1,4 +1,4 @@
-"""What users are told while the trials wait for slots."""
+"""What users read while the trials wait for slots."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dsat.determined_cluster.waiting import StateWatch, long_poll
 
 
 def watched(*states: str | Exception, every_s: float = 10.0) -> tuple[list[bool], list[str]]:
-    """Return the result of each look, and the printed lines."""
+    """Return the result of each check, and the printed lines."""
     answers, now, said = list(states), [0.0], list[str]()
 
     def ask() -> str:
@@ -42,7 +42,7 @@ def test_trials_that_wait_for_slots_are_told_of_after_a_while_and_again() -> Non
         (["CANCELED"], [True]),
         (["STOPPING_KILLED"], [True]),
         (["RUNNING"], [False]),
-        # A master that is away changes nothing.
+        # An unavailable master changes nothing.
         (["PAUSED", requests.exceptions.ConnectionError("gone"), "RUNNING"], [True, True, False]),
     ],
 )
@@ -57,7 +57,7 @@ class Left(Exception):
 
 
 def test_a_long_poll_of_an_idle_experiment_is_repeated_and_can_be_left() -> None:
-    """Also while an earlier state says that it is idle, and the master answers no request."""
+    """It also can if the last known state is idle, and the master answers no request."""
     never, asked = threading.Event(), list[int]()
 
     def ask() -> None:

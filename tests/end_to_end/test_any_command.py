@@ -1,4 +1,4 @@
-"""`dsat METHOD -- WHATEVER STARTS A TRAINING`, with launchers that dsat does not know itself."""
+"""`dsat METHOD -- COMMAND` with launchers that dsat does not know."""
 
 from __future__ import annotations
 

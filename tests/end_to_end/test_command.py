@@ -1,4 +1,4 @@
-"""Real searches with the real command, from the user's files to a configuration for use."""
+"""Real searches with the real command, from the user's files to a configuration to use."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ pytestmark = pytest.mark.slow
 
 
 def own_configuration(**more: Any) -> Mapping[str, Any]:
-    """Hyperparameters with a configuration whose buckets are small."""
+    """Return hyperparameters with a configuration whose buckets are small."""
     buckets = {"stage": 2, "reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
     return inline(train_micro_batch_size_per_gpu=4, zero_optimization=buckets, **more)
 
 
 def assert_a_result(run_dir: Path, status: int, said: str) -> Run:
-    """What every run that found something leaves."""
+    """Check the files that every successful run leaves; return the run."""
     assert status == 0 and "Traceback" not in said, said
     run = run_of(run_dir)
     assert run.best is not None and run.stop_reason is not None
@@ -71,15 +71,15 @@ def assert_a_result(run_dir: Path, status: int, said: str) -> Run:
 
 
 def test_asha_on_two_ranks_keeps_what_the_user_chose_and_trains(tmp_path: Path) -> None:
-    """By processes of the command's own."""
+    """Here the command starts its own supervisors, without a warm host."""
     own = own_configuration(autotuning={"enabled": True})  # it must not end the full-length run
     config = experiment_of(tmp_path, "tiny", hyperparameters=own)
-    # What older versions import in their first step takes more than half of FAST's memory.
+    # In older versions, imports of the first step need more than half of FAST's memory.
     options = [*FAST, "--slot-memory", "400MiB", "-mt", 5, "-m", "throughput", "--finals", 0]
     options += ["--max-micro-batch", 16, "--run-full-experiment", "--json"]
     run_dir = tmp_path / "run"
     told = dsat("asha", "tiny", run_dir, *options, config=config, imported=False)
-    run = assert_a_result(run_dir, told.status, told.err)  # with --json, people read this stream
+    run = assert_a_result(run_dir, told.status, told.err)  # with --json, text is on stderr
     assert len(run.trials) == 5 and run.trials[0].kind is TrialKind.BASELINE
     assert any("rung" in trial.note for trial in searched(run))
     assert {trial.stage for trial in searched(run)} <= {0, 1, 2, 3}
@@ -94,7 +94,7 @@ def test_asha_on_two_ranks_keeps_what_the_user_chose_and_trains(tmp_path: Path) 
     assert result["best_ds_config"] == json.loads(best)
     assert [trial["name"] for trial in result["trials"]] == [t.name for t in run.trials.values()]
     assert result["gain"] > 0
-    # The full-length run: ranks train 20 steps, as searcher.max_length says; the chief reports.
+    # The full-length run trains 20 steps, as searcher.max_length says; rank 0 reports.
     assert f"training with {run.best.name}" in told.err
     assert "autotuning" not in best and "dsat" not in best and "overwrite" not in best
     assert read_json(run_dir / "full" / "ds_config.json") == json.loads(best)
@@ -110,8 +110,10 @@ def test_asha_on_two_ranks_keeps_what_the_user_chose_and_trains(tmp_path: Path) 
 
 @pytest.mark.nightly
 def test_binary_finds_the_edge_of_the_memory(tmp_path: Path) -> None:
-    """Memory is not predicted, so that trials run out of it; and samples take memory but hardly
-    time, so that more of them are faster up to the edge however noisy the machine is."""
+    """Memory is not predicted, so trials run out of it.
+
+    Samples need memory but hardly any time, so more samples are faster even on a noisy machine.
+    """
     run_dir = tmp_path / "run"
     entrypoint = "python3 -m determined.launch.deepspeed python3 train.py --sample-bytes 20000"
     own = own_configuration(autotuning={"enabled": True, "fast": False})
@@ -125,7 +127,7 @@ def test_binary_finds_the_edge_of_the_memory(tmp_path: Path) -> None:
     by_lineage: dict[int, dict[OutcomeKind, list[int]]] = {}
     for trial in searched(run):
         if trial.lineage is None:
-            continue  # which the search did not draw
+            continue  # the search did not draw it
         kinds = by_lineage.setdefault(trial.lineage, {OutcomeKind.OK: [], OutcomeKind.OOM: []})
         kinds[run.outcomes[trial.id].kind].append(trial.batch.micro_batch)
     both = [kinds for kinds in by_lineage.values() if all(kinds.values())]
@@ -192,7 +194,7 @@ def test_no_orphan_when_it_is_killed_in_the_middle_of_a_trial(tmp_path: Path) ->
     background = Background(command)
     marks = [f"trials/*/left{rank}.json" for rank in (0, 1)]
     wait_until(lambda: all(list(run_dir.glob(mark)) for mark in marks), "both ranks")
-    # The supervisor, two ranks and what each of them started.
+    # The supervisor, two ranks, and three helpers of each rank.
     assert len([pid for pid in background.below() if is_alive(pid)]) == 1 + 2 + 2 * 3
     assert len(buffers_of(run_dir)) == 2
     background.kill()

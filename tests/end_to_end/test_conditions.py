@@ -1,4 +1,4 @@
-"""What a trial runs under is what the printed command runs under when a person types it."""
+"""A trial and the printed command run under the same conditions."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from testing.printed import printed_in
 
 pytestmark = pytest.mark.slow
 
-# Who a rank is and where it meets the others, and what shells and launchers say of themselves.
+# A rank's number and meeting point, and variables that shells and launchers set for themselves.
 IDENTITY = """
 _ CROSS_RANK CROSS_SIZE CUDA_VISIBLE_DEVICES DET_CHIEF_IP DSAT_OWNER DSAT_RUN_DIR DSAT_TRIAL_DIR
 GROUP_RANK GROUP_WORLD_SIZE HAND_DIR LOCAL_RANK LOCAL_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
 OLDPWD PWD PYTHONPATH PYTHONUNBUFFERED RANK ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE SHLVL USE_DEEPSPEED
 WORLD_SIZE _MLFLOW_TELEMETRY_SESSION_ID
 """.split()
-# The accelerator that is found without it as well; that a call of NCCL may fail, as torch has it by
-# default; mallopt's variables, in whose place trials call mallopt; and that ranks meet on loopback.
+# Variables without effect: the accelerator that is detected anyway; torch's default for failing
+# NCCL calls; mallopt's variables, as trials call mallopt instead; the meeting on loopback.
 SAME_WITHOUT = {
     "DS_ACCELERATOR": "cpu",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
@@ -76,7 +76,7 @@ def differences(of_trial: dict[str, Any], by_hand: dict[str, Any]) -> dict[str, 
 
 
 def conditions(folder: Path, rank: int) -> dict[str, Any]:
-    """What a rank wrote, without what has to differ."""
+    """Return the conditions that a rank wrote, without those that must differ."""
     found: dict[str, Any] = read_json(folder / f"conditions{rank}.json")
     environment = {
         name: value

@@ -1,6 +1,6 @@
 """Scripts that build their DeepSpeed configuration in code, from the search to the training.
 
-`tests/in_trial/test_config_injection.py` tests their trials alone.
+`tests/in_trial/test_config_injection.py` tests only the trials of such scripts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_a_search_learns_it_from_the_first_run(tmp_path: Path, way: str) -> None
     best = read_json(place / "run" / "best_ds_config.json")
     assert best["gradient_clipping"] == own["gradient_clipping"]
     assert best["zero_optimization"]["reduce_bucket_size"] == 10**6, "as it is in the code"
-    # The first run leaves what every trial does, and none of the variables that it recorded.
+    # The first run leaves the files of every trial, without the variables that it recorded.
     folder = place / "run" / "trials" / run.trials[0].name
     left = {path.name for path in folder.iterdir()}
     assert {"cmd.txt", "stdout.log", "stderr.log", "metrics.json", "modules.json"} <= left
@@ -71,7 +71,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_two_ranks_of_a_model_that_is_partitioned_while_it_is_made(pair: Bench, stage: int) -> None:
-    """Which only stage 3 needs."""
+    """Only stage 3 needs this; stage 2 gets a warning."""
     trial = pair.trial("zero init", micro_batch=5, stage=stage)
     outcome = pair.run(trial)
     assert outcome.ok, pair.log(trial)

@@ -1,4 +1,4 @@
-"""Determined's DeepSpeedTrial without a master: what its users may write, and their mistakes."""
+"""Determined's DeepSpeedTrial without a master: what users may write, and their mistakes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BROKEN = "def broken(:\n"
 
 @contextlib.contextmanager
 def bench_with(folder: Path, slots: int = 1, **changes: Any) -> Iterator[Bench]:
-    """An engine for the program with other values in its experiment's configuration."""
+    """Make an engine for the program, with other values in its experiment's configuration."""
     program, run = folder / "program", folder / "run"
     shutil.copytree(PROGRAMS / "deepspeed_trial", program)
     path = program / "deepspeed.yaml"
@@ -80,7 +80,7 @@ def test_a_trial_is_measured(single: Bench, way: str) -> None:
         "epoch 0",
         "shutdown",
     )
-    # Nothing falls between the steps: neither validations nor checkpoints.
+    # Between the steps, there are neither validations nor checkpoints.
     assert {line.split()[0] for line in batches} == {"batch"}
     assert {line.split()[2] for line in batches} == {"4"}
     # The harness calls train_batch for each micro batch; the last call does not return.
@@ -102,7 +102,7 @@ def test_on_two_ranks(pair: Bench) -> None:
 
 
 def train(bench: Bench, way: str, micro_batch: int, gas: int = 1) -> Path:
-    """Trains in full; returns the run's folder."""
+    """Train at full length; return the run's folder."""
     folder = bench.engine.train(bench.trial(way, micro_batch=micro_batch, gas=gas))
     [(trial_id, outcome)] = bench.engine.poll(PATIENCE_S)
     assert trial_id == FULL_RUN_ID and outcome.ok, (folder / "stderr.log").read_text()
@@ -110,13 +110,15 @@ def train(bench: Bench, way: str, micro_batch: int, gas: int = 1) -> Path:
 
 
 def shortened(lines: list[str]) -> str:
-    """B: a call of train_batch, V: a validation, C: a checkpoint."""
+    """Return a letter per line: B for a call of train_batch, V for a validation, C for a
+    checkpoint."""
     letters = {"batch": "B", "validated": "V", "checkpoint": "C"}
     return "".join(letters.get(line.split()[0], "") for line in lines)
 
 
 def test_training_in_full_length_on_two_ranks(pair: Bench) -> None:
-    """Validations each second batch, checkpoints of each better model and each fourth batch."""
+    """Every second batch is validated; checkpoints are made of better models and every fourth
+    batch."""
     folder = train(pair, "runs", 2, gas=2)
     for rank in (0, 1):
         lines = diary(folder, rank)

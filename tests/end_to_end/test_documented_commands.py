@@ -1,4 +1,4 @@
-"""Every kind of script, with the commands that the documents give, on real processes."""
+"""Every kind of script, started with the documented commands, in real processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def assert_found(run_dir: Path, told: Told) -> Run:
     "section",
     [
         "Coming from DeepSpeed's autotuner",
-        # The kinds of script of these are searched elsewhere in each run of the tests.
+        # Every run of the tests searches these kinds of scripts elsewhere.
         *(
             pytest.param(section, marks=pytest.mark.nightly)
             for section in (

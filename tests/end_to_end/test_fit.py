@@ -1,4 +1,4 @@
-"""`dsat estimate --fits` as a guard of launches: in a shell, in a workflow and as a hook."""
+"""`dsat estimate --fits` as a check before a launch: in a shell, in a workflow and as a hook."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCRIPT = "-- train.py --deepspeed --deepspeed_config ds_config.json"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The plain example, and configurations of it whose buckets are no larger than its model."""
+    """Copy the plain example, with configurations whose buckets are no larger than its model."""
     folder = tmp_path_factory.mktemp("guard") / "plain"
     shutil.copytree(ROOT / "examples" / "plain", folder)
     config = json.loads((folder / "ds_config.json").read_text())
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shell(folder: Path, line: str) -> Told:
-    """A line as a user types it."""
+    """Run a line in a shell."""
     return run_to_end(["/bin/bash", "-c", line], cwd=folder)
 
 

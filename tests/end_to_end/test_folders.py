@@ -1,5 +1,4 @@
-"""Every script of the catalogue, tuned as its user would: what it ends with, and that its folder
-stays as it was."""
+"""Every script of the catalogue, tuned as by its user: its result, and its unchanged folder."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ EXAMPLES = sorted(path.name for path in (ROOT / "examples").iterdir() if path.is
 
 
 def rows() -> list[object]:
-    """The scripts of `make test`, and those of `make nightly`."""
+    """Return the scripts of `make test` and of `make nightly`, as test parameters."""
     nightly = [(script, "") for script in of_suite(NIGHTLY)]
     nightly += [(SCRIPTS["HF Trainer"], "accelerate's plugin")]
     return [
@@ -63,7 +62,7 @@ def test_a_script_is_tuned_and_its_folder_stays(
 @pytest.mark.nightly
 @pytest.mark.parametrize("script", [pytest.param(s, id=s.name) for s in KINDS])
 def test_the_verdict_on_a_kind_of_program_is_true(tmp_path: Path, script: Script) -> None:
-    """The printed command trains as many steps as the user's own, of the micro batch it names."""
+    """The printed command trains as many steps as the user's own, with the micro batch it names."""
     told = searched(script, tmp_path / "work", ranks=script.most_ranks)
     assert fault_of_statements(script, told) == ""
 
@@ -83,7 +82,7 @@ def test_the_folder_of_an_example_stays(tmp_path: Path, name: str) -> None:
 
 
 def test_checkpoints_and_trackers_are_left_alone(tmp_path: Path) -> None:
-    """Except in the result, which keeps what the user switched on."""
+    """Only the resulting configuration keeps the user's own settings for them."""
     script = SCRIPTS["checkpoints and trackers"]
     told = searched(script, tmp_path / "work")
     assert fault_of(script, told) == ""

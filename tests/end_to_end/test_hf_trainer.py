@@ -45,7 +45,7 @@ def _no_downloads() -> Any:
 def tune(
     folder: Path, program: str, method: str, *options: object, flags: str = FLAGS
 ) -> tuple[Path, Told]:
-    """Tunes a program that writes its checkpoints into `folder/output`."""
+    """Tune a program that writes its checkpoints into `folder/output`."""
     text = (PROGRAMS / program / "deepspeed.yaml").read_text()
     entrypoint = yaml.safe_load(text)["entrypoint"].replace("--output_dir output", "")
     entrypoint += f" --output_dir {folder / 'output'} {flags}"
@@ -56,7 +56,8 @@ def tune(
 
 
 def check_what_the_models_saw(run_dir: Path) -> list[Trial]:
-    """Every trial that ran was given its own batch in every micro step; returns those trials."""
+    """Check that each successful trial fed its own batch in every micro step; return these
+    trials."""
     run = run_of(run_dir)
     ran = [run.trials[number] for number, outcome in run.outcomes.items() if outcome.ok]
     for trial in ran:
@@ -73,7 +74,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Told]:
     options = ["--max-trials", 6, "--search-range-factor", 0.2, "--metric", "throughput"]
     options += ["--fix", "attn_implementation"]  # no flag of the script sets it
     options += ["--zero-stages", 1, 2, 3]
-    options += ["--max-concurrent-trials", 2]  # many at once would all have the first size
+    options += ["--max-concurrent-trials", 2]  # if more ran at once, all would have the first size
     return tune(tmp_path_factory.mktemp("alone"), "hf_trainer", "asha", *options)
 
 
@@ -92,7 +93,7 @@ def test_the_model_sees_each_trials_batch(alone: tuple[Path, Told]) -> None:
         micro_batch = words[words.index("--per_device_train_batch_size") + 1]
         assert micro_batch == str(trial.batch.micro_batch)
         assert f"--gradient-accumulation-steps={trial.batch.gas}" in words
-    # "auto" stays, but where the search decided.
+    # "auto" stays, except where the search decided.
     own, best = read_json(TRAINER / "ds_config.json"), read_json(alone[0] / "best_ds_config.json")
     for section in ("gradient_clipping", "fp16", "bf16", "optimizer", "scheduler"):
         assert best[section] == own[section]
@@ -127,7 +128,7 @@ def test_on_two_ranks_with_accumulation(tmp_path: Path) -> None:
     assert {trial.batch.train_batch_size for trial in ran[2:]} == {48}
     assert max(trial.batch.gas for trial in ran) > 1
     for outcome in run_of(run_dir).outcomes.values():
-        # Earlier versions of accelerate (1.1 and 1.8 were looked at) join CPU ranks by themselves.
+        # Earlier versions of accelerate (1.1 and 1.8 were checked) connect CPU ranks by themselves.
         by_itself = Version(version("accelerate")) < Version("1.9")
         assert warnings_of(outcome) == (() if by_itself else (NO_CPU_RANKS,))
 
@@ -202,7 +203,7 @@ trainer.save_model("out")
 
 
 def test_a_trainer_without_deepspeed_is_refused_before_it_trains(tmp_path: Path) -> None:
-    """It would train to its end, for more steps than it was given, and save a model."""
+    """Otherwise it would train to its end and save a model."""
     (tmp_path / "train.py").write_text(WITHOUT_DEEPSPEED)
     told = typed(tmp_path, "tune", "python", "train.py")
     assert told.status == 2 and "the Trainer does not use DeepSpeed" in told.err, told

@@ -1,4 +1,4 @@
-"""dsat as pip installs it, in an environment that lacks what only some scripts need."""
+"""dsat as pip installs it, in an environment without packages that only some scripts need."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ print(dsat.__file__)
 
 
 class Environment:
-    """A fresh environment with a wheel and everything that is installed here but some packages.
+    """A new environment with the wheel, and with all packages installed here except some.
 
-    Packages are used from where they are, so that operators which DeepSpeed has compiled for them
-    need not be compiled again.
+    The packages stay in their place, so that DeepSpeed's compiled operators need not be compiled
+    again.
     """
 
     def __init__(self, folder: Path, wheel: Path, *, without: Collection[str]) -> None:
         self._folder = folder
-        self._cache = wheel.with_name("cache")  # what the one has asked DeepSpeed, the other knows
+        self._cache = wheel.with_name("cache")  # environments share DeepSpeed's answers
         venv.create(folder, with_pip=False)
         [packages] = folder.glob("lib/python*/site-packages")
         shared = [entry for entry in sys.path if entry.endswith("site-packages")]
@@ -85,8 +85,8 @@ class Environment:
         assert told.stdout.startswith(str(packages)), told
 
     def run(self, folder: Path, *words: object) -> subprocess.CompletedProcess[str]:
-        """Runs one of its programs to its end, in `folder`."""
-        # Nothing of the environment that the tests run in.
+        """Run a program of the environment to its end, in `folder`."""
+        # Excludes the environment of the tests.
         env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
         env["XDG_CACHE_HOME"] = str(self._cache)
         program, *args = map(str, words)
@@ -102,7 +102,7 @@ class Environment:
 
 
 def copy_sources(folder: Path) -> None:
-    """Copy what a distribution is built from, with tests and benchmarks beside it."""
+    """Copy the sources of a distribution, with tests and benchmarks in the same folder."""
     for name in ("LICENSE", "MANIFEST.in", "README.md", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
     for name in ("dsat", "tests/show", "benchmarks/peers"):
@@ -113,7 +113,7 @@ def copy_sources(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """dsat, built from a copy of its sources."""
+    """Build a wheel of dsat from a copy of its sources."""
     source = tmp_path_factory.mktemp("source")
     copy_sources(source)
     built = tmp_path_factory.mktemp("wheel")
@@ -128,7 +128,7 @@ BARE = ("determined", "transformers", "accelerate")
 
 @pytest.fixture(scope="module")
 def bare(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """What an installation without extras brings along, as far as scripts could tell."""
+    """Make an environment with only the packages of an installation without extras."""
     folder = tmp_path_factory.mktemp("bare")
     return Environment(folder, wheel, without=BARE)
 

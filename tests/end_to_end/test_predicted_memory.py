@@ -1,4 +1,4 @@
-"""Memory before it is used: `dsat estimate`, and a search that begins with simulations."""
+"""Memory predictions: `dsat estimate`, and a search that begins with simulations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HF_ARGS = "--deepspeed ds_config.json --output_dir out --per_device_train_batch_
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What is remembered of DeepSpeed, but of no script: each is estimated once."""
+    """Make a cache that keeps DeepSpeed's answers; each script is estimated only once."""
     return tmp_path_factory.mktemp("cache")
 
 
@@ -33,7 +33,7 @@ def estimate(*words: object, cwd: Path, cache: Path) -> Told:
     operators = cache / "operators"
     variables = {"XDG_CACHE_HOME": str(cache), "TORCH_EXTENSIONS_DIR": str(operators)}
     done = typed(cwd, "estimate", *words, **variables)
-    assert not operators.exists()  # which take minutes to compile
+    assert not operators.exists()  # they would take minutes to compile
     return done
 
 
@@ -51,7 +51,7 @@ def test_every_kind_of_script_is_estimated(
 ) -> None:
     folder = tmp_path / example
     shutil.copytree(ROOT / "examples" / example, folder)
-    if example == "hf_trainer":  # whose own arguments ask for fp32
+    if example == "hf_trainer":  # its own arguments ask for fp32
         own = folder / "ds_config.json"
         own.write_text(json.dumps({**json.loads(own.read_text()), "bf16": {"enabled": "auto"}}))
     options = ["--slots", 1, 8, "--slot-memory", "1GiB", "16GiB", "--json", "--formula"]
@@ -116,6 +116,6 @@ def test_a_search_simulates_before_it_launches(tmp_path: Path) -> None:
     assert re.search(r" used of [\d.]+ [MG]iB predicted", told.err)
     text = (run_dir / "summary.md").read_text()
     assert "memory predicted" in text
-    # With a limit, what counts against it is known.
+    # With a memory limit, trials know how much counts against it.
     said = re.search(r"memory: predicted by simulation, median error [\d.]+ %", text)
     assert said is not None, text

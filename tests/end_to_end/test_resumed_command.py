@@ -1,4 +1,4 @@
-"""A search of a command that was ended is resumed."""
+"""An interrupted search of a command is resumed."""
 
 from __future__ import annotations
 

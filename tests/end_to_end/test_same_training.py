@@ -1,4 +1,4 @@
-"""Real trainings against the user's own: honest changes train the same, and faults are seen."""
+"""Real trainings compared with the user's own: harmless changes pass, and faults are found."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RACING = {"overlap_comm": True, "reduce_bucket_size": 3000}
 
 
 class Trainings:
-    """Trains with the program `seeded` and compares with the user's own configuration."""
+    """Trains with the program `seeded`, and compares with the user's own configuration."""
 
     def __init__(self, bench: Bench, **zero: Any) -> None:
         self._bench = bench
@@ -50,7 +50,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
 @pytest.mark.parametrize(
     ("fault", "changes"),
     [
-        ("runs", {"stage": 2, "zero": RACING}),  # that does not race
+        ("runs", {"stage": 2, "zero": RACING}),  # the same settings without the fault
         ("runs", {"stage": 2, "zero": SMALL_BUCKET}),
         ("runs", {"stage": 3}),
         ("runs", {"micro_batch": MICRO_BATCH // 2, "gas": 2}),
@@ -62,7 +62,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainings]:
 def test_honest_changes_train_the_same_and_faults_are_seen(
     alone: Trainings, fault: str, changes: dict[str, Any]
 ) -> None:
-    """An optimizer that drops one gradient, and a bucket that is reduced too early."""
+    """The faults are an optimizer that drops one gradient, and a bucket that is reduced too
+    early."""
     found = alone.compare(fault, **changes)
     if fault == "runs":
         assert found == Finding(Agreement.SAME)
@@ -71,7 +72,7 @@ def test_honest_changes_train_the_same_and_faults_are_seen(
 
 
 def test_a_script_that_autocasts_by_itself_is_not_accused_of_its_rounding(alone: Trainings) -> None:
-    """Accumulation took losses 2.2e-4 apart, more than fp32 explains."""
+    """Accumulation changed its losses by 2.2e-4, more than fp32 explains."""
     own = (alone.train("autocasts"), alone.train("autocasts"))
     halves = alone.train("autocasts", micro_batch=MICRO_BATCH // 2, gas=2)
     assert {each.precision for each in (*own, halves)} == {"bf16"}
@@ -100,8 +101,10 @@ def test_two_ranks_of_which_one_races(tmp_path: Path) -> None:
 def test_muon_whose_gradients_were_scattered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DeepSpeed's own Muon on a matrix that two ranks share, and its defect in issue #7807, which
-    0.19.8 has mended: the program takes back the mend in `average_tensor`."""
+    """DeepSpeed's Muon on a matrix that two ranks share, with the fault of issue #7807.
+
+    DeepSpeed 0.19.8 corrects it in `average_tensor`; the program undoes this.
+    """
     from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
     if "use_muon" not in inspect.getsource(DeepSpeedZeroOptimizer.average_tensor):

@@ -1,4 +1,4 @@
-"""A script whose libraries cannot be forked is tuned in fresh processes, without being asked."""
+"""A script whose libraries cannot be forked is tuned in fresh processes, without an option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trials that run the user's whole command again, with a real DeepSpeed where a rank trains."""
+"""Trials that run the user's whole command again; ranks use the real DeepSpeed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from testing.local import (
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder with the programs that start their ranks in ways of their own."""
+    """Copy the programs that start their ranks themselves into a user's folder."""
     shutil.copytree(PROGRAMS / "own_ranks", tmp_path / "work")
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     monkeypatch.setenv("PATH", path)
@@ -39,7 +39,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextlib.contextmanager
 def bench_of(place: Path, *command: str, slots: int = 1, **seen: Any) -> Iterator[Bench]:
-    """An engine for a command that was seen to run a program; nothing of it is left."""
+    """Make an engine for a command with a recorded program; check that no process remains."""
     folder = place.parent / "run"
     folder.mkdir()
     engine = engine_of_command(place, folder, command, slots=slots, **seen)
@@ -60,7 +60,7 @@ ALONE: dict[str, Any] = {"needs_command": "their program is in no file"}
 def test_a_switch_in_the_environment_is_the_trials(
     seen: Mapping[str, str], own: str | None, found: str, place: Path
 ) -> None:
-    """Of the processes that had the value seen, that is; others are no ranks."""
+    """Only processes that had the recorded value get the trial's; others are not ranks."""
     sets = [] if own is None else [f"A_SWITCH={own}"]
     prints = "import os; print('A_SWITCH is', os.environ['A_SWITCH'])"
     with bench_of(place, "env", *sets, "python", "-c", prints, env=seen, **ALONE) as bench:
@@ -72,7 +72,7 @@ def test_a_switch_in_the_environment_is_the_trials(
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_ranks_that_a_script_spawns_are_measured_and_ended(place: Path) -> None:
-    """A wrapper tries again and again, and the script never comes to an end by itself."""
+    """A wrapper restarts the script forever, so the script never ends by itself."""
     args = ("--deepspeed_config", "ds_config.json")
     seen: dict[str, Any] = {"script": "train.py", "args": args, "needs_command": "it spawns them"}
     again = f"until python train.py {' '.join(args)}; do sleep 0.1; done; touch went_on"
@@ -120,7 +120,7 @@ SCRATCH=$scratch python alone.py
 def test_what_fails_by_itself_where_the_command_did_not_is_left_to_the_command(
     place: Path,
 ) -> None:
-    """A wrapper deletes the folder that its child needs."""
+    """The rank alone fails, because a wrapper deletes the folder that the rank needs."""
     (place / "run.sh").write_text(WRAPPER)
     gone = {"SCRATCH": str(place / "gone")}
     with bench_of(place, "bash", "run.sh", script="alone.py", env=gone) as bench:

@@ -1,4 +1,4 @@
-"""The contracts of engines and ranks, for every way to start ranks, on one host and on two."""
+"""The contracts of engines and ranks, with every method to start ranks, on one host and on two."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TestEngine(HostsContract):
 
 @pytest.mark.nightly
 class TestEngineOverTwoHosts(HostsContract):
-    """Both of them this machine."""
+    """Both hosts are this machine."""
 
     @pytest.fixture(scope="class")
     @classmethod

@@ -1,4 +1,4 @@
-"""What memory and speed depend on besides the configuration: variables, cores and folders."""
+"""Variables, cores and folders of ranks, on which memory and speed depend too."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> ScriptedHosts:
 
 @pytest.fixture
 def given(hosts: ScriptedHosts, tmp_path: Path) -> Start:
-    """What a trial of so many ranks, started by a launcher, is given."""
+    """Return a function that launches a trial and returns what its ranks get."""
 
     def start(ranks: int, launcher: str = "deepspeed", **zero: Any) -> Given:
         entry = f"{launcher} {SCRIPT}"
@@ -53,7 +53,7 @@ def test_ranks_share_the_cores_and_an_offloading_trial_has_them_all(given: Start
         ("deepspeed", 1, {}, "4"),
         ("deepspeed", 2, {}, "4"),
         ("deepspeed", 4, {}, "4"),
-        ("deepspeed", 1, OFFLOAD, None),  # one rank, alone: torch's own choice
+        ("deepspeed", 1, OFFLOAD, None),  # a single rank: torch's default
         ("deepspeed", 2, OFFLOAD, "8"),
         ("deepspeed", 4, OFFLOAD, "4"),
         ("torchrun", 2, {}, "1"),
@@ -83,7 +83,7 @@ def test_bound_ranks_have_whole_cores_and_training_has_the_same(
     given: Start,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # which the launcher replaces
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")  # the launcher replaces it
     words = "deepspeed --bind_cores_to_rank" + (f" --bind_core_list {listed}" if listed else "")
     found = given(ranks, words, **zero)
     assert found.cores == cores

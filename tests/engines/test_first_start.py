@@ -1,4 +1,4 @@
-"""Whatever starts a training: its ranks are seen as their own interpreters started them."""
+"""Any command that starts a training: its ranks are recorded as their interpreters started."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BIN = Path(sys.executable).parent
 OPTIONS = ("-X", "utf8", "-W", "ignore")
 
 
-# Each passes on what follows its own options, in the environment that the real one makes.
+# Each runs the command after its own options, in the environment that the real one makes.
 STAND_INS = {
     "srun": "#!/bin/bash\nshift 1; export SLURM_NTASKS=2\n"
     'SLURM_PROCID=0 "$@" & SLURM_PROCID=1 "$@" & wait\n',
@@ -44,7 +44,7 @@ def runnable(path: Path, text: str) -> None:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's folder with a script, and the stand-in for DeepSpeed beside it."""
+    """Make a user's folder with a script, and a stand-in for DeepSpeed next to it."""
     shutil.copytree(PROGRAMS / "launched", tmp_path / "work")
     for name, text in STAND_INS.items():
         runnable(tmp_path / "bin" / name, text)
@@ -103,7 +103,7 @@ done; wait
 
 @pytest.mark.slow
 def test_the_cores_that_ranks_are_bound_to_are_seen(place: Path) -> None:
-    """As `deepspeed --bind_cores_to_rank` does it with numactl, here inside a script."""
+    """`deepspeed --bind_cores_to_rank` binds them with numactl; here a script binds them."""
     own = sorted(os.sched_getaffinity(0))
     if len(own) < 2 or shutil.which("taskset") is None:
         pytest.skip("takes two cores, and taskset")
@@ -130,7 +130,8 @@ def test_a_rank_that_never_begins_is_told(place: Path) -> None:
 
 
 def test_what_a_daemon_started_for_a_command_ends_with_it(place: Path) -> None:
-    """As `srun`'s and Docker's daemons start a task: it is no descendant of the command."""
+    """The daemons of `srun` and Docker start such tasks, which are no descendants of the
+    command."""
     with begun(["bash", "-c", "sleep 2000"], place) as started:
         daemon = subprocess.Popen(["sleep", "2000"], env=started.env, start_new_session=True)
     try:
@@ -157,7 +158,7 @@ def test_what_its_training_waits_for_is_told(
 def test_a_compilers_lock_of_the_command_does_not_outlive_it(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that was killed while it compiled leaves torch's lock, which others wait for."""
+    """A process that is killed while it compiles leaves torch's lock, for which others wait."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(place))
     own = place / "own" / "lock"
     own.parent.mkdir()
@@ -175,7 +176,7 @@ def test_a_script_that_names_no_shell_is_run_by_one(place: Path) -> None:
     assert program.script == "train.py"
     assert program.env["PYTHONPATH"].split(os.pathsep)[0] == str(
         place / "lib"
-    )  # whatever folder trials start in
+    )  # in any folder where trials start
 
 
 @pytest.mark.slow
@@ -195,7 +196,7 @@ def test_a_program_that_prepares_data_needs_no_hook(place: Path) -> None:
 
 @pytest.mark.slow
 def test_a_training_that_dsat_cannot_see_is_ended_before_it_begins(place: Path) -> None:
-    """It would run in full, and overwrite the user's checkpoints."""
+    """Otherwise it would run in full, and overwrite the user's checkpoints."""
     runnable(place / "run.sh", "#!/bin/bash\nexport PYTHONPATH=$PWD\npython3 blind.py\n")
     (place / "blind.py").write_text(
         "import socket, time, torch\ntime.sleep(1.5)\n"  # as while it prepares data
@@ -236,7 +237,7 @@ def test_a_sitecustomize_of_the_users_own_is_run_as_well(
     (own / "sitecustomize.py").write_text("import os\nopen('customized', 'w').close()\n")
     paths = [str(own), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.chdir(own)  # the supervisor has it too, where dsat was started
+    monkeypatch.chdir(own)  # the supervisor's folder is also the one where dsat was started
     assert seen(place, sys.executable, "train.py").script == "train.py"
     assert (place / "customized").exists()
 
@@ -302,7 +303,8 @@ deepspeed.initialize(model=model, model_parameters=model.parameters(), config=co
 def test_trackers_that_are_off_in_trials_are_not_the_commands_own_variables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As accelerate's launcher, whose process imports transformers and starts another one."""
+    """accelerate's launcher is such a case: it imports transformers, then starts another
+    process."""
     place = tmp_path / "work"
     place.mkdir()
     (place / "train.py").write_text(ENGINE)
@@ -399,7 +401,7 @@ train(engine)
 
 @pytest.mark.nightly
 def test_a_first_trial_that_lost_its_port_to_another_program_runs_again(tmp_path: Path) -> None:
-    """As any trial does; its port was free when it was chosen."""
+    """Any trial may lose a port that was free when it was chosen."""
     for name, text in (("train.py", LOSES_ITS_PORT), ("plain.py", PLAIN)):
         (tmp_path / name).write_text(text)
     words = "random -m throughput --run-dir run --max-trials 2 --finals 0 --memory-model formula"

@@ -1,4 +1,4 @@
-"""Trials over several hosts, hosts that fall silent or die, and supervisors that are cut off.
+"""Trials over several hosts; hosts that fall silent or die; supervisors that are cut off.
 
 Some tests use fake supervisors; others use real processes on this machine.
 """
@@ -53,7 +53,7 @@ for line in sys.stdin:
 FALLS_SILENT = ANSWERS.replace("flush=True)", "flush=True)\n    import time\n    time.sleep(2000)")
 TAKES_NOTHING = "import time; time.sleep(2000)"
 LOOK = {"op": "look", "files": [], "folder": "x"}
-# What a step of a cluster is: it starts the supervisor, and hands on what both ends say.
+# Like a step of a cluster: it starts the supervisor, and relays its input and output.
 RELAY = """
 import os, subprocess, sys, threading
 child = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=True)
@@ -63,7 +63,7 @@ while chunk := os.read(0, 65536):
 
 
 class Clock:
-    """The time of whoever listens to hosts: it passes when a test says so."""
+    """A clock for the supervision of hosts; only a test advances it."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -87,7 +87,8 @@ def made_up(*codes: str) -> list[Host]:
 
 
 def answered(talk: Supervisors, *hosts: int) -> dict[int, str]:
-    """Wait until hosts have answered all requests; return which others are lost, and why."""
+    """Wait until hosts have answered all requests; return the other hosts that are lost, and
+    why."""
     lost: dict[int, str] = {}
     for host in hosts:
         talk.send(host, LOOK)
@@ -103,9 +104,9 @@ def answered(talk: Supervisors, *hosts: int) -> dict[int, str]:
 
 
 def after_silence(talk: Supervisors, clock: Clock, *alive: int) -> dict[int, str]:
-    """Let so much time pass that a silent host is lost; those that live answer in between.
+    """Advance the clock until a silent host is lost; the hosts in `alive` keep answering.
 
-    What a host sent before it fell silent may be read late, and counts as an answer.
+    A message that a host sent before it fell silent may be read late, and counts as an answer.
     """
     lost: dict[int, str] = {}
     for _ in range(int(supervisors.SILENT_AFTER_S / supervisors.PING_EVERY_S) + 3):
@@ -175,7 +176,7 @@ def test_ranks_are_forked_only_if_that_works_on_each_host(tmp_path: Path) -> Non
 def test_a_host_that_comes_back_ends_what_it_had(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever of it is on this machine stays alone, as if it were on another one."""
+    """Its processes on this machine are left alone, as if they were on another one."""
     monkeypatch.setattr(leftovers, "end_processes", lambda run: [])
     far = Host(cpu_machine(1), "far", (sys.executable, "-c", RELAY), is_here=False)
     hosts = [*made_up(ANSWERS), far]
@@ -201,7 +202,7 @@ def test_a_host_that_comes_back_ends_what_it_had(
 
 @pytest.fixture(scope="module")
 def across(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """Trials of two ranks on two hosts that have one slot each."""
+    """Yield a bench for trials of two ranks, on two hosts with one slot each."""
     folder = tmp_path_factory.mktemp("across")
     hosts = hosts_here(2, imported=True)
     with bench_of("behaviours", folder, slots_per_trial=2, hosts=hosts) as bench:
@@ -278,7 +279,7 @@ def test_hosts_that_stop_or_die_leave_the_run_and_a_trial_runs_elsewhere(
     assert buffers_of(tmp_path) == []
 
 
-# A supervisor for which other files are there.
+# A supervisor that sees other files.
 SEES = """
 import pathlib
 from dsat.engines.agent import supervisor

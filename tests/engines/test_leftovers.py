@@ -1,4 +1,4 @@
-"""What a run that was killed leaves, and which of it a later engine ends or removes."""
+"""Processes and files that a killed run leaves, and which of them a later engine removes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from testing.local import (
 
 @contextlib.contextmanager
 def sleeping(**variables: str) -> Iterator[psutil.Process]:
-    """A process that nobody ends but by its variables."""
+    """Run a process that can be found only by its variables."""
     process = subprocess.Popen(["sleep", "2000"], env={**os.environ, **variables})
     try:
         yield psutil.Process(process.pid)
@@ -67,22 +67,24 @@ def test_a_later_start_ends_what_a_killed_first_command_left(tmp_path: Path) -> 
     )
     [supervisor] = owner.children()
     assert int(left) not in leftovers.end_orphans(), "its dsat lives"
-    owner.suspend()  # neither sees the other one's end
+    owner.suspend()  # neither notices the other's end
     for process in (supervisor, owner):
         process.kill()
     owner.wait(PATIENCE_S)
     assert is_alive(int(left)), "or there is nothing to show"
     mark = f"{leftovers._place_of(os.getpid())}-elsewhere {owner.pid} 0"
     with sleeping(DSAT_OWNER=mark) as of_another_machine:
-        leftovers.end_orphans()  # or that of another test's search, which starts just then
+        leftovers.end_orphans()  # or from another test's search, which has just started
         wait_until(lambda: not is_alive(int(left)), "its end")
         assert is_alive(of_another_machine.pid)
 
 
 @pytest.mark.slow
 def test_what_a_kill_of_everything_leaves_is_ended_by_the_next_run(tmp_path: Path) -> None:
-    """Workers and daemons, forked so that no variable of theirs tells of the trial, and segments of
-    shared memory."""
+    """Workers, daemons and segments of shared memory remain.
+
+    The processes were forked, so no variable of theirs names the trial.
+    """
     code = (
         "import pathlib, sys, time\n"
         "from testing.local import bench_of\n"

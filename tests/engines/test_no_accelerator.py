@@ -1,4 +1,4 @@
-"""That there is no accelerator is only said where nothing of one is there."""
+"""dsat reports that there is no accelerator only if no part of one exists."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dsat.engines.machines.machine import find_machine_for_simulations
 
 @pytest.fixture(autouse=True)
 def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine without anything of any accelerator."""
+    """Simulate a machine without any part of an accelerator."""
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     monkeypatch.setattr(glob, "glob", lambda pattern: [])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -22,7 +22,7 @@ def _bare(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_bare_machine_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(machine, "find_machine")  # torch is not asked
+    monkeypatch.delattr(machine, "find_machine")  # torch must not be asked
     found = find_machine_for_simulations()
     assert (found.accelerator, found.visible_devices) == ("cpu", ())
     assert found.num_slots == len(found.devices) > 0

@@ -1,4 +1,4 @@
-"""Where an engine places trials, on devices and hosts that fail and hosts that are lost."""
+"""Where an engine places trials if devices and hosts fail or hosts are lost."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def engine_of(hosts: ScriptedHosts, tmp_path: Path) -> Make:
 
 @pytest.mark.slow
 def test_devices_are_not_looked_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that asks a stuck driver does not come back."""
+    """A process that queries a stuck driver never returns."""
     monkeypatch.setattr(machine, "_FIND_LIMIT_S", 0.3)
     with pytest.raises(EngineError, match=r"no answer within 0\.3 s: imports are that slow"):
         machine.find_machines({"this machine": ("sh", "-c", "exec sleep 600")})
@@ -54,7 +54,7 @@ def test_devices_are_not_looked_for_for_ever(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_choice_of_amd_devices_follows_the_trial(
     monkeypatch: pytest.MonkeyPatch, rocm: str | None, chosen: list[str]
 ) -> None:
-    """ROCm looks at its own variable first: ranks would share what that names."""
+    """ROCm reads its own variable first, so all ranks would share the devices in it."""
     monkeypatch.setattr(torch.version, "hip", rocm)
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "2,3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")

@@ -1,4 +1,4 @@
-"""Ray: which resources are reserved, and a real cluster of three nodes on this machine."""
+"""Ray: which resources dsat reserves, and a real cluster of three nodes on this machine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ENDS_WITHIN_S = 240.0
 def node(
     cpus: float, gpus: float = 0, *, kind: str = "", of: tuple[float, float] | None = None
 ) -> NodeResources:
-    """With so much free, out of so much."""
+    """Make a node with these free resources; `of` is its total."""
     total_cpus, total_gpus = of or (cpus, gpus)
     total = {"CPU": total_cpus, "node:10.0.0.1": 1.0, "memory": 2.0**34}
     if total_gpus:
@@ -73,7 +73,7 @@ BUSY = node(0, 0, of=(16, 8))
     [
         ([node(64, 8), node(64, 8)], (None, None), Parts(2, "GPU", 8, 64)),
         ([node(4), node(4), node(4)], (None, None), Parts(3, "", 4, 4)),
-        # Of others' work: as many cores as go with the devices, and are free.
+        # Others use the cluster: as many cores as belong to the devices, and are free.
         ([node(10, 4, of=(64, 8))], (None, None), Parts(1, "GPU", 4, 10)),
         # Equal parts.
         ([node(64, 8), node(64, 4, of=(64, 8))], (None, None), Parts(1, "GPU", 8, 64)),
@@ -91,10 +91,10 @@ BUSY = node(0, 0, of=(16, 8))
             (None, None),
             Parts(1, "GPU", 8, 8, "T4"),
         ),
-        # What is asked for.
+        # What the user requests.
         ([node(64, 8)] * 3, (2, 4), Parts(2, "GPU", 4, 4)),
         ([node(64, 8)] * 3, (2, None), Parts(2, "GPU", 8, 64)),
-        # What an autoscaler may bring, or another's end.
+        # What an autoscaler may add, or another job's end may free.
         ([node(2)], (2, 8, "A100"), Parts(2, "GPU", 8, 8, "A100")),
         ([node(64, 8)], (2, None), None),
         ([BUSY], (None, None), None),
@@ -148,14 +148,14 @@ sys.exit(3)
 
 
 class Command(RemoteProcess):
-    """A command of an actor in this process, which has begun."""
+    """A command that an actor in this process has started."""
 
     def __init__(self, actor: NodeActor, *command: str, **env: str) -> None:
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115
         super().__init__(functools.partial(_call, actor), command, env, self.errors)
 
     def finished(self) -> tuple[int, bytes, bytes]:
-        """Its exit status and what it writes to its two outputs."""
+        """Wait for its end; return its exit status and what it wrote to its two outputs."""
         with contextlib.closing(self.stdin), self.stdout, self.errors:
             output = self.stdout.read()
             status = self.wait(PATIENCE_S)
@@ -211,7 +211,7 @@ def test_a_command_ends_with_its_input_or_by_a_signal() -> None:
     [
         (ConnectionError("the actor died\nunexpectedly"), b"ConnectionError: the actor died\n"),
         (ConnectionError(), b"ConnectionError\n"),
-        (SystemExit(0), b"SystemExit: 0\n"),  # raised by Ray where it has shut down
+        (SystemExit(0), b"SystemExit: 0\n"),  # raised by Ray after it has shut down
     ],
 )
 def test_a_lost_node_ends_its_commands_for_us(
@@ -257,7 +257,7 @@ def test_a_command_sees_its_input_end_when_ray_kills_what_it_knows(tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def three() -> Iterator[RayCluster]:
-    """A cluster of three nodes with a processor core each."""
+    """Start a cluster of three nodes with one CPU core each."""
     if not ray_cluster.is_installed():
         pytest.skip("Ray is not installed: make test-cluster does that")
     with ray_cluster.running(3) as found:
@@ -266,20 +266,20 @@ def three() -> Iterator[RayCluster]:
 
 @contextlib.contextmanager
 def kept(cluster: RayCluster, nodes: int) -> Iterator[list[Host]]:
-    """So many of its nodes, whatever they are for."""
+    """Reserve `nodes` nodes of the cluster, for any purpose."""
     with reserved_nodes(cluster.address, nodes) as found:
         yield found
 
 
 @contextlib.contextmanager
 def reserved(cluster: RayCluster, nodes: int) -> Iterator[Sequence[Host]]:
-    """So many of its nodes, as dsat has them."""
+    """Reserve `nodes` nodes of the cluster, as dsat does."""
     with acquire_hosts("ray", given={"nodes": nodes, "ray_address": cluster.address}) as hosts:
         yield hosts
 
 
 def search_of(run_dir: Path, cluster: RayCluster, *options: object, slots: int = 2) -> list[str]:
-    """A search with trials over so many nodes."""
+    """Return the command of a search with trials over `slots` nodes."""
     own = inline(train_micro_batch_size_per_gpu=2, zero_optimization={**SMALL_BUCKETS, "stage": 2})
     config = experiment_of(run_dir.parent, "tiny", hyperparameters=own)
     on_ray = ("--engine", "ray", "--ray-address", cluster.address, "--slots", slots)
@@ -291,7 +291,7 @@ def wait_for_end_of(pids: Sequence[int]) -> None:
 
 
 def of_node(process: psutil.Process, cluster: RayCluster) -> tuple[psutil.Process, psutil.Process]:
-    """The daemon of the node that a process runs on, and the actor there."""
+    """Return the daemon of the node on which a process runs, and the actor there."""
     above = process.parents()
     [daemon] = [each for each in above if each in cluster.nodes]
     return daemon, above[above.index(daemon) - 1]
@@ -340,8 +340,8 @@ def test_two_trials_over_two_nodes_each_and_nodes_that_end(
         while len(ended) < len(both):
             ended |= dict(bench.engine.poll(PATIENCE_S))
         assert [ended[trial.id].ok for trial in both] == [True, True], ended
-        # Of the four, an actor stops, and another daemon is killed: each time the trial runs on
-        # two that are left.
+        # Of the four nodes, one's actor stops and another's daemon is killed. Each time, the trial
+        # runs on two remaining nodes.
         for reason in ("it has not answered for 8 s", "the process that runs trials ended"):
             trial = bench.trial("hangs at first")
             bench.engine.launch(trial)
@@ -399,7 +399,7 @@ def test_a_job_of_the_cluster_takes_it_by_itself(three: RayCluster, tmp_path: Pa
     run_dir = tmp_path / "run"
     words = search_of(run_dir, three, "--max-trials", 2)
     place = words.index("--engine")
-    del words[place : place + 4]  # nothing says that there is a Ray
+    del words[place : place + 4]  # no option mentions Ray
     if not three.dashboard:
         pytest.skip("Ray's jobs need ray[default]")
     submit = [str(Path(sys.executable).parent / "ray"), "job", "submit"]
@@ -420,11 +420,11 @@ def test_a_job_of_the_cluster_takes_it_by_itself(three: RayCluster, tmp_path: Pa
 def test_nodes_that_are_asked_for_are_waited_for_and_tell_their_devices(
     three: RayCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last test: nodes with GPUs are what is taken of the cluster from now on."""
+    """This must be the last test: from now on, nodes with GPUs are preferred."""
     core = min(os.sched_getaffinity(0))
 
     class Waiting(logging.Handler):
-        """Adds nodes with devices once they are waited for."""
+        """Adds nodes with devices once dsat waits for them."""
 
         def emit(self, record: logging.LogRecord) -> None:
             if "waiting for Ray to give 1 GPU of 2 nodes" in record.getMessage():

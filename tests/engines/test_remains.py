@@ -1,4 +1,4 @@
-"""What the remains of a trial mean: reports of its ranks, exit statuses, logs."""
+"""How an outcome follows from the remains of a trial: its ranks' reports, exit statuses, logs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ Judge = Callable[..., Outcome]
 
 @pytest.fixture
 def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judge:
-    """The outcome of a trial, from what its ranks left in its folder and how they ended."""
+    """Return a function that gives the outcome for reports in a trial's folder and exit
+    statuses."""
     hosts = ScriptedHosts()
     hosts.replace_those_of(monkeypatch)
 
@@ -59,7 +60,7 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judge:
 
 
 def said(kind: str, time_s: float, message: str = "") -> tuple[Outcome, float]:
-    """What a rank left, and when."""
+    """Return the report of a rank, and its time."""
     message = message or f"{kind} at {time_s:g}"
     return Outcome(OutcomeKind(kind), message=message, detail=f"detail of {kind}"), time_s
 
@@ -70,9 +71,9 @@ LOST = said("ERROR", 1.0, "RuntimeError: Connection closed by peer")
 @pytest.mark.parametrize(
     ("reports", "statuses", "kind", "message", "detail"),
     [
-        # The first to fail explains the others.
+        # The first failure explains the others.
         ([said("ERROR", 2.0), said("ERROR", 1.0)], [1, 1], "ERROR", "rank 1: ERROR at 1", "ERROR"),
-        # A peer that lost its connection may be quicker to say so.
+        # A peer that lost its connection may report earlier.
         ([LOST, said("OOM", 2.0)], [1, 1], "OOM", "rank 1: OOM at 2", "OOM"),
         ([said("HOST_OOM", 2.0), None], [1, 1], "HOST_OOM", "rank 0: HOST_OOM at 2", "HOST_OOM"),
     ],
@@ -134,7 +135,7 @@ COMMAND = {"cold": False, "command": ("bash", "run.sh")}
         (255, "ERROR", "exit status 255 after 1 optimizer step,"),  # -1
         (168, "ERROR", "exit status 168 after 1 optimizer step,"),  # no signal has the number 40
         (KILLED, "HOST_OOM", "SIGKILL"),
-        (137, "HOST_OOM", "SIGKILL"),  # as a shell says it
+        (137, "HOST_OOM", "SIGKILL"),  # as a shell reports it
         (247, "HOST_OOM", "memory"),  # as DeepSpeed's launcher exits: -9 % 256
         (1, "HOST_OOM", "memory"),  # as torchrun does
     ],

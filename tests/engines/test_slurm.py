@@ -1,4 +1,4 @@
-"""Slurm: what an allocation says of itself, and real daemons of three nodes on this machine."""
+"""Slurm: what the variables of an allocation say, and real daemons of three nodes here."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ JOB = {
 }
 ENDS_WITHIN_S = 240.0
 ROOT = Path(__file__).parents[2]
-# dsat, which gives up silent hosts soon.
+# dsat with short time limits for silent hosts.
 IMPATIENT = """
 import sys
 from dsat.cli.main import main
@@ -123,7 +123,7 @@ def allocation_of(cpus: str) -> Allocation:
 
 @pytest.fixture
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scontrol:
-    """Puts a stand-in first on the path, that names nodes and answers what is asked of the job."""
+    """Return a function that puts a stand-in for `scontrol` first on the PATH."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
 
     def install(answer: str = f"echo '{OVER}'", names: str = "n1 n2") -> None:
@@ -182,7 +182,7 @@ def test_an_allocation_that_is_over_is_told(scontrol: Scontrol, answer: str, tol
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    """A cluster of three nodes with a processor core each."""
+    """Start a cluster of three nodes with one CPU core each."""
     if lacks := cluster.missing():
         pytest.skip(f"{', '.join(lacks)} not found: make test-cluster installs Slurm")
     with cluster.running(tmp_path_factory.mktemp("slurm"), 3) as found:
@@ -213,9 +213,9 @@ def job_of(run_dir: Path, *options: object) -> str:
 def test_a_step_has_all_gpus_that_the_job_has_on_its_node(
     three: Slurm, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
-    """However the job asked for them: what it asked for is no option of the step."""
+    """This holds for every option with which the job requested them, as steps do not repeat it."""
     with three.allocation(2, *asked.split()) as variables:
-        variables = {**variables, "SLURM_LABELIO": "1"}  # by habit
+        variables = {**variables, "SLURM_LABELIO": "1"}  # as some users set it
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         allocation = Allocation.of(variables)
@@ -291,7 +291,7 @@ def test_nodes_that_end_or_fall_silent_leave_the_run(three: Slurm, tmp_path: Pat
 
 
 def srun_of(node: str) -> psutil.Process:
-    """The one that holds the supervisor of a node."""
+    """Return the srun process that runs the supervisor of a node."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             parent = process.parent()

@@ -31,7 +31,7 @@ sys.exit(3)
 
 @pytest.fixture
 def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with ssh, which is found first; it notes in the file `given` what it is given."""
+    """Put a scripted ssh first on the PATH; it appends its arguments to the file `given`."""
     folder = tmp_path / "bin"
     ssh_server.scripted_ssh(folder)
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -186,7 +186,7 @@ def test_a_hostfiles_machines_are_the_hosts(
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Hosts n2 and n3, and one that is locked."""
+    """Start hosts n2 and n3, and a host that refuses the key."""
     if lacks := ssh_server.missing():
         pytest.skip(f"{', '.join(lacks)} not found: make test-cluster installs them")
     folder = tmp_path_factory.mktemp("ssh")

@@ -1,4 +1,4 @@
-"""The supervisor by its protocol."""
+"""The supervisor, driven by its protocol."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WARM = {"op": "warm", "modules": ["library"], "device": {}}
 
 
 class Supervised:
-    """A supervisor's process in a folder, from which it can import."""
+    """A supervisor process in a folder from which it can import."""
 
     def __init__(self, folder: Path, *program: str) -> None:
         env = {name: value for name, value in os.environ.items() if name != "TORCH_WARM_POOL"}
@@ -50,7 +50,7 @@ class Supervised:
 
 @contextlib.contextmanager
 def supervised(folder: Path, *program: str) -> Iterator[Supervised]:
-    """A supervisor that ends well with its standard input."""
+    """Run a supervisor; check that it ends well when its standard input closes."""
     found = Supervised(folder, *program)
     with found.process as process:
         yield found
@@ -117,7 +117,7 @@ def test_whoever_is_killed_while_it_imports_leaves_no_supervisor(tmp_path: Path)
     wait_until(lambda: not is_alive(int(found.read_text())), "the supervisor's end")
 
 
-# A process of its own: threads of other tests come and go.
+# Runs in a child process, as other tests start and end threads.
 COUNTS_THREADS = """
 import ctypes, threading
 from dsat.engines.agent import warm_up
@@ -150,7 +150,8 @@ def test_a_thread_that_goes_round_a_fork_by_itself_is_no_reason_against_it() -> 
 
 
 def test_a_supervisors_own_resource_tracker_is_no_trials(tmp_path: Path) -> None:
-    """A library that is imported in advance may start it; it ends with the supervisor."""
+    """A library imported in advance may start the tracker, which must end only with the
+    supervisor."""
     (tmp_path / "library.py").write_text(
         "from multiprocessing import resource_tracker\nresource_tracker.ensure_running()\n"
     )
@@ -164,9 +165,9 @@ def test_a_supervisors_own_resource_tracker_is_no_trials(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("ending", ["by itself", "killed", "interrupted"])
 def test_swap_folders_are_removed_however_a_trial_ends(tmp_path: Path, ending: str) -> None:
-    """An interrupted dsat closes the requests; Ctrl-C goes to the supervisor as well."""
+    """An interrupted dsat closes the pipe of requests; Ctrl-C also reaches the supervisor."""
     swap, theirs = tmp_path / "nvme" / "dsat-1", tmp_path / "nvme" / "dsat-10"
-    for folder in (swap, theirs):  # that of the same trial was left by a killed dsat
+    for folder in (swap, theirs):  # a killed dsat left the folder of the same trial
         folder.mkdir(parents=True)
     writes = f"mkdir {swap}/zero_stage_3; echo x >{swap}/zero_stage_3/x; touch began"
     naps = "" if ending == "by itself" else "; sleep 600"
@@ -208,7 +209,7 @@ supervisor.Supervisor().run()
 
 @pytest.mark.slow
 def test_a_supervisor_ends_if_it_cannot_kill_a_process(tmp_path: Path) -> None:
-    """SIGKILL does nothing to a process that waits in the kernel, for a driver that is stuck."""
+    """SIGKILL has no effect on a process that waits in the kernel for a stuck driver."""
     with supervised(tmp_path, "-c", UNKILLABLE) as supervisor:
         supervisor.send(launch_request(tmp_path, "/bin/sleep", "600"))
         supervisor.send({"op": "kill", "trial": 0, "grace_s": 0})

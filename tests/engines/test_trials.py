@@ -1,4 +1,4 @@
-"""Trials of real processes: time-outs, memory, trials side by side, retries, full-length runs."""
+"""Trials with real processes: time-outs, memory, concurrent trials, retries, full-length runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """Trials of two ranks."""
+    """Yield a bench for trials of two ranks."""
     folder = tmp_path_factory.mktemp("pair")
     with bench_of("behaviours", folder, slots_per_trial=2, imported=True) as bench:
         yield bench
@@ -44,7 +44,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 @pytest.fixture(scope="module")
 def singles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """Two slots for trials of one rank."""
+    """Yield a bench with two slots for trials of one rank."""
     folder = tmp_path_factory.mktemp("singles")
     with bench_of("behaviours", folder, slots=2, imported=True) as bench:
         yield bench
@@ -52,7 +52,7 @@ def singles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 @pytest.fixture(scope="module")
 def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    """Two trials of two ranks with little memory."""
+    """Yield a bench with room for two trials of two ranks with little memory."""
     folder, little = tmp_path_factory.mktemp("tight"), 400 * 2**20
     with bench_of(
         "behaviours", folder, slots=4, slots_per_trial=2, slot_memory_bytes=little, imported=True
@@ -61,7 +61,7 @@ def tight(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 def ended(bench: Bench, *trials: Trial) -> list[Outcome]:
-    """Return the outcomes of trials that run side by side."""
+    """Return the outcomes of trials that run concurrently."""
     outcomes: dict[int, Outcome] = {}
     while len(outcomes) < len(trials):
         outcomes.update(bench.engine.poll(PATIENCE_S))
@@ -100,7 +100,7 @@ def test_the_slots_memory_and_the_time_in_which_dsat_runs_are_the_limits(tight: 
     trial = tight.trial(zero=SMALL_BUCKETS)
     tight.engine.launch(trial)
     assert tight.engine.poll(0.1) == []
-    tight.engine._running[trial.id].clock._read_s -= 24 * 3600.0  # as if dsat was stopped since
+    tight.engine._running[trial.id].clock._read_s -= 24 * 3600.0  # as if dsat had been suspended
     [outcome] = ended(tight, trial)
     assert outcome.ok, outcome
     outcome = tight.run(tight.trial("exhausts the slot on 1", zero=SMALL_BUCKETS))
@@ -195,12 +195,12 @@ train(make_engine())
 @pytest.mark.parametrize(
     ("fails", "starts"),
     [
-        # A warning of Slurm's, which may be about to end everything: once more, and no oftener.
+        # A warning by Slurm, which may soon end everything: run again once only.
         ("os.kill(os.getpid(), signal.SIGUSR1)", 2),
         ("os.kill(os.getpid(), signal.SIGTERM)", 2),
         # Another program took the port.
         ("raise OSError(98, 'Address already in use')", 2),
-        # The settings' own fault.
+        # The settings are the cause.
         ("raise AssertionError('3 is not a multiple of 2')", 1),
         ("os.kill(os.getpid(), signal.SIGKILL)", 1),
     ],
@@ -209,7 +209,7 @@ def test_only_what_is_no_fault_of_the_settings_is_run_again(
     fails: str, starts: int, tmp_path: Path
 ) -> None:
     with scripts_in(tmp_path) as scripts:
-        scripts.run("train(make_engine())").well()  # so that forks are known to work
+        scripts.run("train(make_engine())").well()  # shows that forks work
         ended = scripts.run(COUNTS.format(fails=fails))
     assert not ended.outcome.ok, "it was started again and again"
     assert (tmp_path / "starts").read_text().count("start") == starts
@@ -246,7 +246,7 @@ raise AssertionError("3 is not a multiple of 2")
 
 
 def test_an_error_that_came_again_alone_is_the_settings_own(tmp_path: Path) -> None:
-    """Later trials with the same error are not run again."""
+    """Later trials with the same error do not run again."""
     with scripts_in(tmp_path, slots=2) as scripts:
         scripts.run("train(make_engine())").well()
         for number in (0, 2):
@@ -266,7 +266,7 @@ def test_an_error_that_came_again_alone_is_the_settings_own(tmp_path: Path) -> N
 
 
 def test_what_the_script_said_before_it_exited_is_quoted(tmp_path: Path) -> None:
-    """As click does, which refuses a file that is not in a list."""
+    """click prints such errors, for example when a file is not in a list."""
     refuses = "import sys; print(f'Error: {sys.argv[-1]} is not one of a, b', file=sys.stderr)\n"
     with scripts_in(tmp_path) as scripts:
         outcome = scripts.run(f"{refuses}sys.exit(2)").outcome
@@ -382,20 +382,21 @@ def test_an_engine_whose_supervisor_died_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_the_profile_trial_counts_the_model(pair: Bench, stage: int) -> None:
-    """The same whatever the partitioning."""
+    """The counts do not depend on the partitioning."""
     trial = pair.trial(kind=TrialKind.PROFILE, stage=stage, zero=SMALL_BUCKETS)
     outcome = pair.run(trial)
     assert outcome.ok and outcome.profile is not None, pair.log(trial)
     profile = outcome.profile
     assert profile.num_params == profile.trainable_params == 16 * 16 + 16 + 16 + 1
-    # Forward and the gradients of the weights in both layers, of the input in the second alone.
+    # Forward pass and weight gradients in both layers, input gradient only in the second.
     assert profile.flops_per_sample == 2 * (2 * (16 * 16 + 16) + 16)
-    # What goes into each layer. The script computes the loss outside of the model.
+    # The inputs of each layer. The script computes the loss outside of the model.
     assert profile.activation_bytes_per_sample == 4 * (16 + 16)
 
 
 def test_a_script_that_ends_between_the_steps_counts_as_measured(pair: Bench) -> None:
-    """Steps 3 to 5 are measured; the script makes six, and the spread asks for more."""
+    """Steps 3 to 5 are measured and their variation requires more, but the script makes only
+    six."""
     outcome = pair.run(pair.trial("ends between"))
     assert outcome.ok and outcome.metrics is not None
     assert 3 <= outcome.metrics.num_steps <= 4
@@ -413,7 +414,7 @@ def test_full_length_runs_are_not_measured_and_never_removed(pair: Bench) -> Non
 
 
 def test_a_full_length_run_is_never_repeated(tmp_path: Path) -> None:
-    """A second one would delete the checkpoints of the first."""
+    """A second run would delete the checkpoints of the first."""
     ends = "open(FOLDER.parent / 'starts', 'a').write('x')\nos.kill(os.getpid(), 15)"
     with scripts_in(tmp_path) as scripts:
         ended = scripts.run_in_full(ends)
@@ -421,7 +422,7 @@ def test_a_full_length_run_is_never_repeated(tmp_path: Path) -> None:
     assert (scripts.run_folder / "starts").read_text() == "x"
 
 
-@pytest.mark.nightly  # two ranks that import all
+@pytest.mark.nightly  # two ranks import everything
 def test_cmd_txt_can_be_pasted_into_a_shell(pair: Bench) -> None:
     trial = pair.trial()
     assert pair.run(trial).ok

@@ -34,7 +34,7 @@ def chosen(facts: ModelFacts, **settings: Any) -> list[fewest_cards.Choice]:
 
 
 def peak(choice: fewest_cards.Choice, **changes: Any) -> int:
-    """Memory of a card by formula, with another strategy, micro batch or number of cards."""
+    """Return the memory of a GPU by the closed form, with changes to a choice."""
     wanted = replace(choice, **changes)
     config = with_strategy(BF16, wanted.strategy, wanted.cards)
     needed = closed_form.estimate(
@@ -54,7 +54,7 @@ def test_one_card_less_is_not_enough() -> None:
             assert peak(choice, cards=less, strategy=Strategy(stage), micro_batch=1) > limit
     counts = {choice.cards for choice in chosen(SEVENTY_BILLION) if not choice.strategy.offloads}
     assert all(count < 8 or count % 8 == 0 for count in counts)
-    assert any(count.bit_count() > 1 for count in counts)  # not powers of two alone
+    assert any(count.bit_count() > 1 for count in counts)  # not only powers of two
 
 
 def test_offloading_is_shown_where_it_saves_cards() -> None:
@@ -69,7 +69,7 @@ def test_offloading_is_shown_where_it_saves_cards() -> None:
 @pytest.mark.parametrize("group", [4, 16])
 @pytest.mark.parametrize("key", ["sequence_parallel_size", "tensor_parallel"])
 def test_cards_are_whole_groups_of_the_users_parallelism(key: str, group: int) -> None:
-    """A sample of 320 GiB fits only where a group of cards shares it."""
+    """A sample of 320 GiB fits only if a group of GPUs shares it."""
     facts = replace(SEVEN_BILLION, backward_bytes_per_sample=320.0 * GIB)
     size = {"autotp_size": group} if key == "tensor_parallel" else group
     found = chosen(facts, **{key: size})
@@ -88,7 +88,7 @@ def test_a_model_that_fits_nowhere() -> None:
 
 
 def test_the_host_holds_the_weights_that_its_ranks_load() -> None:
-    """Each rank without `zero.Init` loads 13 GiB: eight do not fit 60 GiB, four do."""
+    """Each rank without `zero.Init` loads 13 GiB: eight do not fit in 60 GiB, four do."""
     facts = replace(SEVEN_BILLION, uses_zero_init=False)
     basis = Basis((Variant({}, facts),))
     limit = 60 * GIB

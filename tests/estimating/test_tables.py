@@ -1,4 +1,4 @@
-"""The tables of `dsat estimate`, made of a simulation's answers."""
+"""The tables of `dsat estimate`, made from a simulation's answers."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_what_is_left_to_the_script_has_the_scripts_type() -> None:
 
 
 def test_a_model_in_bf16_is_trained_as_it_is_if_no_type_is_enabled() -> None:
-    """Its states have its type in stage 0, and gradients are accumulated in fp32 elsewhere."""
+    """In stage 0 its states have its type; in other stages, gradients accumulate in fp32."""
     facts = replace(FACTS, param_bytes=2)
     in_fp32 = {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}
     plain, other = (
@@ -124,7 +124,7 @@ def test_an_optimizer_of_the_script_takes_the_place_of_the_configurations() -> N
 
 
 def test_the_ranks_of_a_host_share_its_memory() -> None:
-    """What eight ranks keep on their host is summed, and excludes what a host does not hold."""
+    """The memory of eight ranks on a host is summed, and must fit the host's memory."""
     facts = replace(FACTS, num_params=4 * 10**9, trainable_params=4 * 10**9, param_bytes=2)
 
     def lines(host_memory: int | None) -> dict[str, Line]:
@@ -148,7 +148,8 @@ def test_the_ranks_of_a_host_share_its_memory() -> None:
 
 
 def test_lines_are_marked_until_they_are_simulated() -> None:
-    """The lines next to the advice of the formula come first; what is interrupted stays formula."""
+    """The lines close to the formula's advice come first; after an interrupt, the rest stay as
+    they are."""
     host = FakeSimulationHost(FACTS, by_formula(FACTS))
     settings = EstimateSettings(slot_counts=(1, 8), slot_memories=(2 * GIB,))
     with Simulator(host, as_cpu=False) as simulator:
@@ -171,7 +172,7 @@ def test_lines_are_marked_until_they_are_simulated() -> None:
 def test_a_strategy_that_nearly_fits_names_what_is_missing() -> None:
     host = FakeSimulationHost(FACTS, by_formula(FACTS))
     [line] = [x for x in answer_of(host, BF16).lines if x.strategy == Strategy(0)]
-    size = round(1.01 * line.needed)  # and 5 % are to be left free
+    size = round(1.01 * line.needed)  # but 5 % must stay free
     settings = EstimateSettings(slot_counts=(1,), slot_memories=(size,))
     with Simulator(host, as_cpu=False) as simulator:
         found = LineByLine(SimulatedModel.build("train.py", BF16, simulator), settings).estimate()

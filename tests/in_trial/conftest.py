@@ -1,4 +1,4 @@
-"""What tests of the meter share."""
+"""Fixtures that several tests of the meter use."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, accelerator: FakeAccelerator) -> Cloc
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Makes this process rank 0 of so many, which all see the same."""
+    """Return a function that makes this process rank 0 of `count` ranks with equal values."""
 
     def join(count: int) -> None:
         def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, **_: Any) -> None:
@@ -46,6 +46,6 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.fixture(scope="session")
 def scripts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scripts]:
-    """A folder for training scripts of one rank, each of which takes about a second."""
+    """Yield a folder for training scripts of one rank; each takes about a second."""
     with scripts_in(tmp_path_factory.mktemp("scripts")) as found:
         yield found

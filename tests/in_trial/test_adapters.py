@@ -1,4 +1,4 @@
-"""The table of all that dsat changes in a user's process."""
+"""The table of all functions that dsat wraps in a user's process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = [*TABLE, *ENGINE, MODELS]
 
 
 def is_installed(adapter: Adapter) -> bool:
-    """Whether a version of the library is installed that has the adapter's target."""
+    """Return whether the installed version of the library has the adapter's target."""
     package = adapter.module.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         return False

@@ -1,4 +1,4 @@
-"""Counts of what a script feeds: samples and tokens, in any form."""
+"""Counts of what a script feeds its model: samples and tokens, in any form."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from testing.metered import Clock, FakeEngine, attach, measured_by
 
 TRIAL, OWN = 5, 8
 IDS = torch.ones(4, 9, dtype=torch.long)
-MASK = torch.ones(4, 9, dtype=torch.long).tril()  # 1 + 2 + 3 + 4 of them
+MASK = torch.ones(4, 9, dtype=torch.long).tril()  # 1 + 2 + 3 + 4 tokens
 IMAGES = torch.zeros(4, 3, 8, 8)
 LABELS = torch.ones(4, 40, dtype=torch.long)
 PAIR = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
@@ -27,14 +27,14 @@ Shape = tuple[int, ...]
 
 
 class Engine(FakeEngine):
-    """An engine whose model takes anything."""
+    """An engine whose model accepts any input."""
 
     def forward(self, *inputs: Any) -> torch.Tensor:
         return super().forward(torch.zeros(()))
 
 
 def told_of(clock: Clock, *batches: Sequence[Any], **settings: Any) -> Outcome:
-    """What a trial tells of a script whose steps are fed these batches, again and again."""
+    """Return the outcome of a script that feeds these batches in turn."""
     engine = Engine(clock, settings.setdefault("micro_batch", TRIAL))
     attach(engine, **settings)
 
@@ -85,7 +85,7 @@ def test_images_of_a_text_are_no_samples(clock: Clock) -> None:
         ([(128, 8)], "warns"),  # time first, which short sequences look like
         ([()], "warns"),  # nothing to count
         ([(3, 128), (3,), (1, 128)], "short"),
-        ([(2, 90), (4, 16)], "warns"),  # the edges and nodes of a graph
+        ([(2, 90), (4, 16)], "warns"),  # edges and nodes of a graph
     ],
 )
 def test_shapes(clock: Clock, shapes: list[Shape], expected: str) -> None:
@@ -135,7 +135,7 @@ def test_rows_are_counted_in_any_form(clock: Clock, wrap: Callable[[torch.Tensor
 
 
 def profiled(clock: Clock, micro_batch: int, *shapes: Shape, own: int | None = None) -> Any:
-    """What a profile says of such batches."""
+    """Return the profile of a script that feeds batches of these shapes."""
     told = told_of(
         clock, of_shapes(*shapes), micro_batch=micro_batch, own_micro_batch=own, profile=True
     )
@@ -144,7 +144,7 @@ def profiled(clock: Clock, micro_batch: int, *shapes: Shape, own: int | None = N
 
 
 def test_features_as_many_as_the_micro_batch_are_no_samples(clock: Clock) -> None:
-    """96 samples of 256 features, and a micro batch of 256."""
+    """There are 96 samples of 256 features, and the micro batch is 256."""
     known = profiled(clock, 4, (4, 256)).batch_dimensions
     settings = {"micro_batch": 256, "own_micro_batch": 4, "batch_dimensions": known}
     told = told_of(clock, of_shapes((96, 256)), **settings)
@@ -157,7 +157,7 @@ def test_features_as_many_as_the_micro_batch_are_no_samples(clock: Clock) -> Non
 
 
 def test_time_steps_as_many_as_the_micro_batch_are_no_samples(clock: Clock) -> None:
-    """Time comes first, and there is a mask for all samples."""
+    """The first dimension is time, and one mask serves all samples."""
     known = profiled(clock, 1, (64, 1, 9), (1, 64)).batch_dimensions
     assert known == {"0": 1, "1": 0}
     settings = {"micro_batch": 64, "batch_dimensions": known}
@@ -168,7 +168,7 @@ def test_time_steps_as_many_as_the_micro_batch_are_no_samples(clock: Clock) -> N
 
 
 def test_a_batch_that_no_configuration_changes_is_known_from_the_profile(clock: Clock) -> None:
-    """The configuration says 4, and the script has a constant of 12."""
+    """The configuration says 4, but the script has a constant of 12."""
     seen = profiled(clock, 1, (12, 3), (12,), own=4).fed_instead
     assert seen == {"micro_batch": 1, "rows": 12}
 
@@ -284,7 +284,7 @@ def test_lengths_over_the_micro_steps(clock: Clock) -> None:
 
 
 class Words(list[int]):
-    """A list that counts how often it is walked."""
+    """A list that counts how often it is iterated."""
 
     walks = 0
 

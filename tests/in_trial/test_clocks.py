@@ -1,4 +1,4 @@
-"""Waiting until a device has the memory back that a killed process held."""
+"""Waiting until a device's memory is free again after a process was killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CUDA = SimpleNamespace(device_name=lambda: "cuda")
 
 
 class Device:
-    """80 GiB, of which so much is held at a time; time passes only while somebody waits."""
+    """A device of 80 GiB whose used memory changes with time; time passes only during a wait."""
 
     def __init__(self, held: list[tuple[float, int]]) -> None:
         self.now_s = 0.0
@@ -28,7 +28,7 @@ class Device:
 
     def mem_get_info(self, index: int) -> tuple[int, int]:
         held = next(gib for until_s, gib in self._held if self.now_s < until_s)
-        if held > 79:  # CUDA makes a context first
+        if held > 79:  # no room for CUDA's context
             raise RuntimeError("CUDA error: out of memory")
         return (80 - held) * GIB, 80 * GIB
 
@@ -37,11 +37,11 @@ class Device:
     ("held", "waits_s"),
     [
         ([(1e9, 1)], 0.0),  # a desktop
-        ([(2.0, 70), (1e9, 1)], 2.0),  # a driver that needs its time
+        ([(2.0, 70), (1e9, 1)], 2.0),  # a slow driver
         ([(2.0, 80), (1e9, 1)], 2.0),
         ([(1.0, 70), (3.5, 40), (5.0, 20), (1e9, 0)], 5.0),
         ([(1.0, 70), (1e9, 60)], 4.0),  # another program's
-        ([(second, 20 + second % 2) for second in range(1, 1000)], 20.0),  # but not for ever
+        ([(second, 20 + second % 2) for second in range(1, 1000)], 20.0),  # but not forever
     ],
 )
 def test_memory_that_comes_back_is_waited_for_and_no_other(

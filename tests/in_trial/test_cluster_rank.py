@@ -1,4 +1,4 @@
-"""A cluster's trial from inside: what it reports, and what it leaves in its log."""
+"""A trial on a cluster from the inside: what it reports, and what it writes into its log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from testing.scripts import CONFIG, PLAIN
 from tests.conftest import ROOT
 
 SPEC = MeterSpec(TrialOptions(timeout_s=60.0, end_step=5), micro_batch=2, gas=1, stage=1, slots=1)
-# A script in a container, as far as it sees the cluster: by Determined's package.
+# A script in a container; Determined's package is its only view of the cluster.
 CONTAINER = """
 import json, sys, time
 from types import SimpleNamespace
@@ -53,12 +53,12 @@ with dsat.dsat_reporting_context(core, core):
 
 @dataclass(frozen=True)
 class Rank:
-    """A process of the trial that ended.
+    """A rank of a trial that has ended.
 
     Attributes:
-        calls: of the core context.
-        steps: with which it reported its metrics; -1 if it did not.
-        told: what it left in the log, if anything.
+        calls: calls of the core context.
+        steps: the step with which it reported its metrics; -1 if it did not.
+        told: outcomes in its log.
     """
 
     status: int
@@ -69,7 +69,7 @@ class Rank:
 
     @property
     def reported(self) -> Outcome:
-        """What the searcher gets, after the way through JSON."""
+        """The outcome that the searcher gets, read back from JSON."""
         [metric] = [what for kind, what in self.calls if kind == "completed"]
         return Outcome.from_json(metric[OUTCOME_KEY])
 
@@ -147,7 +147,7 @@ with dsat.dsat_reporting_context(core, core):
 def test_a_failure_that_would_only_repeat_itself_is_reported(
     tmp_path: Path, engine: str, error: str, kind: str, is_reported: bool
 ) -> None:
-    """Others are left to the log, and to the master's next attempt."""
+    """Other failures are only logged, so the master tries again."""
     found = rank_of(tmp_path, FAILS.format(engine=engine or "pass", error=error))
     assert ("completed" in found.kinds()) is is_reported
     outcome = found.reported if is_reported else Outcome.from_json(found.told[0])
@@ -196,7 +196,7 @@ def test_a_process_says_in_its_log_why_it_ends(
     tmp_path: Path, body: str, status: int, kind: str, ended: bool
 ) -> None:
     if "sleep" in body:
-        (tmp_path / "calls.json").write_text('[["steps", -1]]')  # it is ended in the midst
+        (tmp_path / "calls.json").write_text('[["steps", -1]]')  # it ends in the middle
     limit = TrialOptions(timeout_s=0.3 if "sleep" in body else 60.0, end_step=5)
     found = rank_of(tmp_path, body, options=limit)
     [told] = found.told

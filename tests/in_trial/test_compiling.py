@@ -1,4 +1,4 @@
-"""Steps in which torch compiles are no measure of the others."""
+"""Steps in which torch compiles are not measured."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPILES_MS, STEP_MS = 30_000.0, 10.0
 
 
 class Dynamo:
-    """Counts as Dynamo does; the steps are told by the test."""
+    """Counts compilations as Dynamo does; the test says when they happen."""
 
     def __init__(self) -> None:
         self.counters = {"frames": Counter[str]()}
@@ -66,7 +66,7 @@ def test_a_script_that_compiles_in_every_step_is_measured_and_told(
 def test_deepcompile_has_its_last_plan_before_anything_is_measured(
     clock: Clock, dynamo: Dynamo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first plans' steps are slow, whether they compile or not."""
+    """Steps under the earlier plans are slow, whether they compile or not."""
     backend: Any = ModuleType("deepspeed.compile.backend")
     backend.remaining_schedule = deque([(0, ["gather"]), (5, ["gather", "prefetch"])])
     monkeypatch.setitem(sys.modules, backend.__name__, backend)
@@ -85,7 +85,8 @@ def test_deepcompile_has_its_last_plan_before_anything_is_measured(
 
 
 class Layer(torch.nn.Linear):
-    """A module of a script's own: before torch 2.10 Dynamo does not compile torch's modules."""
+    """A module defined by the script: before torch 2.10, Dynamo does not compile torch's own
+    modules."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)

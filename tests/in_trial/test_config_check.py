@@ -1,4 +1,4 @@
-"""Check configurations with the configuration classes of the installed DeepSpeed."""
+"""Validation of configurations with the configuration classes of the installed DeepSpeed."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from dsat.in_trial.config_injection import SEVERAL_ENGINES
 from testing.scripts import CONFIG, Scripts
 
 slow = pytest.mark.slow
-# What the script's own configuration says, and what the trial's does.
+# The script's own configuration, and the trial's.
 OWN = {**CONFIG, "train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 0}}
 TRIAL: dict[str, Any] = {"micro_batch": 4, "zero": {"stage": 2}}
 PASSES = f"""
@@ -65,7 +65,7 @@ train(passed(copy.deepcopy(OWN))[0])
 
 @slow
 def test_the_trials_configuration_replaces_the_scripts(scripts: Scripts) -> None:
-    """In a dictionary in place: the script may yet read its batch size from it."""
+    """A dictionary is changed in place, as the script may read its batch size from it."""
     notes = scripts.run(PASSES + WAYS, **TRIAL).well().notes()
     own = notes.pop("own")
     ways = ("dict", "path", "config_params", "args", "positional")
@@ -99,7 +99,8 @@ train(engine)
 def test_a_configuration_that_agrees_with_the_trial_is_left_as_it_is(
     scripts: Scripts, change: str, is_kept: bool
 ) -> None:
-    """A library may have filled the trial's file in, and changed what the trial is not about."""
+    """A library may have completed the trial's file, or changed settings that the trial does not
+    set."""
     settings = {**TRIAL, "zero": {"stage": 2, "overlap_comm": False}}
     ended = scripts.run(PASSES + AGREES.format(change=change), **settings).well()
     assert ended.notes()["kept"] is is_kept
@@ -130,7 +131,8 @@ train(engine)
 
 @slow
 def test_a_second_model_keeps_a_configuration_of_its_own(scripts: Scripts) -> None:
-    """With the trial's batch sizes, if it has those of the first: it is fed the same batches."""
+    """If its batch sizes equal the first model's, it gets the trial's: it is fed the same
+    batches."""
     ended = scripts.run(PASSES + SECOND, **TRIAL).well()
     assert ended.notes()["seen"] == [[4, 2, 1.0], [4, 2, 1.0], [4, 0, 5.0], [2, 0, 5.0]]
     assert SEVERAL_ENGINES not in ended.warnings, "one alone trains"
@@ -141,7 +143,7 @@ def test_a_second_model_keeps_a_configuration_of_its_own(scripts: Scripts) -> No
 def test_a_reference_model_does_not_keep_the_trained_one_from_the_configuration(
     scripts: Scripts, accelerated: bool
 ) -> None:
-    """accelerate names what its engine trains; else a reference has no optimizer."""
+    """accelerate names the trained model; otherwise, a reference has no optimizer."""
     ended = scripts.run(PASSES + REFERENCE.format(accelerated=accelerated), **TRIAL).well()
     assert ended.notes()["seen"] == [[8, 0, 3.0], [4, 2, 1.0]]
 

@@ -1,4 +1,4 @@
-"""Parallelism of a script's own, pipelines and other numbers of ranks are refused by name."""
+"""A script's own parallelism, pipelines and other numbers of ranks are refused with a reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def four_ranks(ranks: Callable[[int], None]) -> None:
 
 
 def told_of(clock: Clock, arguments: dict[str, Any], **settings: Any) -> Outcome:
-    """What a trial tells of a script that calls `deepspeed.initialize` so, and trains."""
+    """Return the outcome of a script that passes these arguments to `deepspeed.initialize`."""
     engine: Any = FakeEngine(clock)
     engine.mp_world_size = 2
     watched(lambda **_: engine, **{"slots": 4, "parallelism": Parallelism(2, 1), **settings})

@@ -1,4 +1,4 @@
-"""What an exception means, and what a trial's remains mean when several ranks failed."""
+"""The meaning of an exception, and of a trial's remains if several ranks failed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from testing.scripts import Scripts
 
 
 def raised(error: BaseException, handling: BaseException) -> BaseException:
-    """An error that was raised while another one was handled."""
+    """Return an error that was raised while another one was handled."""
     error.__context__ = handling
     return error
 
@@ -57,7 +57,7 @@ CPU_ALLOCATOR = RuntimeError(
         (InvalidTrial("no engine"), "INVALID"),
         (type("InvalidHP", (Exception,), {})("not these"), "INVALID"),
         (raised(RuntimeError("wrapped"), InvalidTrial("no engine")), "INVALID"),
-        # Words alone do not make it one.
+        # The text alone does not make it one.
         (ValueError("out of memory"), "ERROR"),
         (FileNotFoundError(errno.ENOENT, "no data"), "ERROR"),
         (RuntimeError("CUDA error: device-side assert triggered"), "ERROR"),
@@ -97,7 +97,7 @@ def test_messages_are_one_line(error: BaseException, message: str) -> None:
 
 
 def test_pinned_memory_is_the_hosts(tmp_path: Path) -> None:
-    """`Tensor.pin_memory` is written in C and leaves no frame: the source line tells."""
+    """`Tensor.pin_memory` is written in C and leaves no frame, so the source line decides."""
     path = tmp_path / "script.py"
     path.write_text("x.pin_memory()\n")
 
@@ -113,7 +113,7 @@ def test_host_memory_beside_a_device_is_not_the_devices(monkeypatch: pytest.Monk
     monkeypatch.setattr(failures, "_uses_cuda", lambda: True)
     for error in (MemoryError(), CPU_ALLOCATOR):
         assert failures.outcome(error).kind is OutcomeKind.HOST_OOM
-    # What cuBLAS says for want of memory.
+    # The message of cuBLAS without enough memory.
     monkeypatch.setattr(failures, "_is_nearly_full", lambda: True)
     error = RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED when calling cublasCreate")
     assert failures.outcome(error).kind is OutcomeKind.OOM
@@ -200,7 +200,7 @@ sys.exit(1)
 def test_the_reason_is_kept_where_a_framework_ends_the_script(
     scripts: Scripts, handles: str
 ) -> None:
-    """As Hydra and click do."""
+    """Hydra and click end scripts like this."""
     outcome = scripts.run(EXITS.format(handles=handles), micro_batch=4).outcome
     assert outcome.kind is OutcomeKind.INVALID and outcome.most_samples == 3
     assert "the first batch has 3 samples" in outcome.message

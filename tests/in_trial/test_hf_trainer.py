@@ -1,4 +1,4 @@
-"""What a trial makes of a script's TrainingArguments."""
+"""How a trial changes a script's TrainingArguments."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_gradient_checkpointing_is_the_trials(scripts: Scripts, wanted: bool) ->
 def test_the_first_trial_reads_the_file_that_accelerate_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As transformers does, for which a key may stand there twice."""
+    """It reads the file as transformers does, which accepts a key that occurs twice."""
     path = tmp_path / "ds_config.json"
     scheduler = {"type": "WarmupDecayLR", "params": {"total_num_steps": 500}}
     text = json.dumps({"optimizer": {"type": "Adam"}, "scheduler": scheduler})

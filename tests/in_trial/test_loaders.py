@@ -1,4 +1,4 @@
-"""Waiting for data loaders, and how many samples they have."""
+"""Time that steps wait for data loaders, and the loaders' number of samples."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ train_with(prepare_data_loader(loader_of(30, 4), **shares))
         ("train_with(loader_of(30, 4, drop_last=True))", 1, [30]),
         ("train_with(loader_of(30, 4, drop_last=True))", 2, [15]),  # for one micro step of two
         (EVALUATES, 1, [30]),
-        (BY_HAND, 1, [None]),  # most of the batches are made so
-        # As TRL's GRPO has it generate for several micro steps at once.
+        (BY_HAND, 1, [None]),  # most batches are made like this
+        # TRL's GRPO loads such batches, to generate for several micro steps at once.
         ("train_with(loader_of(60, 12), part=4)", 1, [20]),
-        (SAMPLER, 1, [None]),  # torch does not ask it for its length, which may be any error
+        (SAMPLER, 1, [None]),  # torch does not call its `__len__`, which may raise any error
         (OWN_WAY, 1, [None]),
         (SHARES, 1, range(15, 21)),  # of an epoch, accelerate gives each rank its part
     ],

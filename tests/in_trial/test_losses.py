@@ -1,4 +1,4 @@
-"""What a trial tells of its training: losses and gradient norms, and that it diverged."""
+"""What a trial reports about its training: losses, gradient norms, and divergence."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_loss_that_is_not_finite_fails_the_trial(pair: Bench) -> None:
 
 
 def told_of(clock: Clock, *losses: float, skipped: tuple[int, ...] = ()) -> Outcome:
-    """What a trial of so many steps tells of a script with these losses, and then the last."""
+    """Return the outcome of a script with these losses, the last of which repeats."""
     engine = FakeEngine(clock)
     count = len(losses)
     attach(engine, start_step=1, end_step=count, max_steps=count)
@@ -85,15 +85,15 @@ def told_of(clock: Clock, *losses: float, skipped: tuple[int, ...] = ()) -> Outc
     "losses",
     [
         (3.0, 2.0, 1.0, 0.5, 0.2, 0.1, 0.1, 0.1, 0.1),
-        (0.1, -0.2, 0.05, 0.1, -0.1, 0.3, -0.4, 0.9, -0.6),  # as of a policy gradient
-        (0.0, 0.0, 0.0, 1e-6, 1e-6, 1e-6, 1e-6),  # as of GRPO
+        (0.1, -0.2, 0.05, 0.1, -0.1, 0.3, -0.4, 0.9, -0.6),  # as with a policy gradient
+        (0.0, 0.0, 0.0, 1e-6, 1e-6, 1e-6, 1e-6),  # as with GRPO
         (1.0, 1.0, 1.0, 1.0, 50.0, 50.0, 50.0, 50.0),
         (1e9, 2e9, 1e9, 2e9, 1e9, 1e9, 1e9, 1e9),
         (2.0,) * (FIRST_STEPS + LAST_STEPS + 100),
     ],
 )
 def test_training_that_goes_well_does_not_diverge(clock: Clock, losses: tuple[float, ...]) -> None:
-    """Of a long curve the two ends are kept."""
+    """Of a long curve, both ends are kept."""
     curve = told_of(clock, *losses).training
     assert curve is not None
     numbers = range(1, len(losses) + 1)
@@ -116,7 +116,7 @@ def scaled(engine: Any) -> None:
 
 
 def checkpointed(engine: Any) -> None:
-    """The checkpoint has a backward pass of its own."""
+    """Run a checkpointed function, which has its own backward pass."""
     weights = torch.ones((), requires_grad=True)
     torch.utils.checkpoint.checkpoint(lambda x: x * 5, weights, use_reentrant=True).backward()
 
@@ -168,7 +168,8 @@ def test_ranks_that_see_no_loss_do_not_count(
 
 @pytest.mark.slow
 def test_the_gradients_norm_is_the_same_in_all_stages(pair: Bench) -> None:
-    """Of stage 0 dsat computes it, of the others DeepSpeed: each is the mean over both ranks."""
+    """dsat computes it in stage 0, DeepSpeed in the others; it is the norm of both ranks' mean
+    gradient."""
     norms = {}
     for stage in range(4):
         trial = pair.trial("runs", gas=GAS, stage=stage)

@@ -1,4 +1,4 @@
-"""What the meter measures of a step, on engines made of scripted times."""
+"""The parts of a step that the meter measures, on engines with scripted times."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_measures_the_mean_step_and_its_phases(clock: Clock) -> None:
 
 
 def test_a_step_that_lacks_micro_steps_is_not_measured(clock: Clock) -> None:
-    """At the end of an epoch a Trainer makes a step of what is left, and says so to the engine."""
+    """At the end of an epoch, a Trainer makes such a step, and marks the boundary itself."""
     engine = FakeEngine(clock, gas=2)
     meter = attach(engine, gas=2)
     inputs = torch.zeros(4, 2)
@@ -72,7 +72,7 @@ def test_what_the_loop_does_between_two_steps_counts_in_the_latency_alone(clock:
 
 
 def test_a_backward_pass_without_the_engine_is_timed_by_what_surrounds_it(clock: Clock) -> None:
-    """`loss.backward()` instead of `engine.backward(loss)`."""
+    """The script calls `loss.backward()` instead of `engine.backward(loss)`."""
     engine = attached(clock, gas=2)
     inputs = torch.zeros(4, 2)
 
@@ -169,7 +169,7 @@ def test_the_operation_is_long_enough_for_skipped_steps(clock: Clock) -> None:
         engine.times_ms = (3.0, 5.0, 2.0 if step % 2 else 90.0)
 
     assert train(engine, before=worst) is not None
-    # But for what only an accelerator, or a loader with workers, may need.
+    # Without steps that only an accelerator or a loader with workers needs.
     assert engine.global_steps == LONGEST - 2 * MAX_EXTRA_STEPS
 
 
@@ -177,7 +177,7 @@ def test_the_operation_is_long_enough_for_skipped_steps(clock: Clock) -> None:
 
 
 def test_measures_the_first_engine_that_trains(clock: Clock) -> None:
-    """Reference models may be initialised before it, with an optimizer or a dummy of one."""
+    """Earlier engines may be reference models, with an optimizer or a dummy of one."""
 
     def make(optimizer: object = None) -> FakeEngine:
         engine = FakeEngine(clock)
@@ -222,7 +222,7 @@ def test_a_script_may_leave_out_the_engines_forward(clock: Clock) -> None:
 @pytest.mark.parametrize(
     ("gas", "batches", "cheap", "steps", "warnings"),
     [
-        # Eight batches are four steps; the fifth may still have been made while they were used.
+        # Eight batches last for four steps; those of the fifth may be loaded meanwhile.
         (2, 8, 5, 5, ()),
         # For a minute at most.
         (1, 64, 0, 65, ()),
@@ -255,7 +255,7 @@ def test_what_loaders_have_in_store_is_used_up_first(
 def test_a_script_that_calls_its_model_itself_is_counted_from_the_second_step(
     clock: Clock,
 ) -> None:
-    """That is found out in the midst of the first."""
+    """The meter notices such calls only during the first step."""
     engine = FakeEngine(clock)
     engine.module.register_forward_hook(lambda *_: clock.advance(30))
     attach(engine, start_step=1, end_step=1, max_steps=3)

@@ -1,4 +1,4 @@
-"""What was fed is what the meter counts: samples and tokens."""
+"""The meter counts the samples and tokens that the script feeds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from testing.metered import (
 
 
 def feed(engine: FakeEngine, rows: Callable[[int], int], *, per_step: int = 1) -> Outcome:
-    """A loop with batches of so many rows, and an optimizer step after so many of them."""
+    """Train with batches of `rows` rows, and make an optimizer step after every `per_step`
+    batches."""
 
     def loop() -> None:
         for batch in range(1000):
@@ -65,7 +66,7 @@ def test_steps_that_are_not_full_are_not_measured(clock: Clock, every: int) -> N
 
 
 def test_too_few_data_for_a_step_are_told(clock: Clock) -> None:
-    """96 samples in batches of 40, three of them a step."""
+    """As with 9 samples in batches of 4, three of them a step."""
     told = feed(attached(clock, gas=3), lambda batch: 1 if batch % 3 == 2 else 4)
     assert told.kind is OutcomeKind.INVALID and told.smaller_may_run
     assert "none of 3 optimizer steps was full" in told.message
@@ -91,7 +92,7 @@ def test_accumulation_of_the_scripts_own_is_measured_by_real_steps(
     ("gas", "own_gas", "own", "refusal"),
     [
         (1, 4, 4, "is 1 instead of 4: accumulation is a constant"),
-        (8, 4, 4, "steps was full"),  # an epoch has no more, perhaps
+        (8, 4, 4, "steps was full"),  # perhaps the end of an epoch
         (4, 4, 4, ""),
         (1, 2, 8, ""),  # always four times as many
         (1, 1, 4, ""),
@@ -118,7 +119,7 @@ def test_accumulation_that_is_a_constant_of_the_script_is_refused(
 
 
 def test_one_step_of_more_micro_batches_is_no_habit(clock: Clock) -> None:
-    """A Trainer carries over what is left of an epoch whose length it does not know."""
+    """A Trainer adds the rest of an epoch of unknown length to the next step."""
     engine = attached(clock, gas=2)
 
     def loop() -> None:
@@ -132,7 +133,7 @@ def test_one_step_of_more_micro_batches_is_no_habit(clock: Clock) -> None:
 
 
 def test_a_pair_of_calls_for_one_loss_is_one_micro_step(clock: Clock) -> None:
-    """Chosen and rejected answers, say."""
+    """For example, one call for chosen and one for rejected answers."""
     engine = attached(clock)
 
     def loop() -> None:
@@ -147,7 +148,7 @@ def test_a_pair_of_calls_for_one_loss_is_one_micro_step(clock: Clock) -> None:
 
 
 class Timed(nn.Module):
-    """A forward pass of 3 ms."""
+    """A model whose forward pass takes 3 ms."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -162,7 +163,7 @@ class Timed(nn.Module):
 
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_what_is_fed_to_the_model_itself_is_counted(clock: Clock, evaluates: bool) -> None:
-    """As scripts for generative adversarial networks do; every third batch is short and quick."""
+    """Scripts for generative adversarial networks do this. Every third batch is short and quick."""
     engine = FakeEngine(clock)
     engine.module = Timed(clock)
     attach(engine)
@@ -200,7 +201,7 @@ def test_tokens_and_lengths_are_measured(clock: Clock, ranks: Callable[[int], No
 
 
 def varying(clock: Clock, length: Callable[[int], int]) -> Outcome:
-    """Batches that take 0.1 ms per token of their length."""
+    """Train with batches that take 0.1 ms per token of their length."""
     engine = FakeEngine(clock)
     engine.module = nn.Linear(2, 2)
     attach(engine)

@@ -1,4 +1,4 @@
-"""How many steps the meter measures, on engines made of scripted times."""
+"""How many steps the meter measures, on engines with scripted times."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def test_an_evaluation_now_and_then_is_left_out(clock: Clock, every: int, mean_m
 
 
 class Generating(torch.nn.Linear):
-    """A model of a library, which may be inside an adapter's."""
+    """A library's model, which may be inside an adapter's model."""
 
     def generate(self, inputs: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():

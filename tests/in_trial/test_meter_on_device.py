@@ -26,7 +26,7 @@ FROM_THE_FIRST = {"start_step": 1, "end_step": 1}
 
 
 class Device(FakeAccelerator):
-    """An asynchronous device: events are marks on it, and asking for their times waits."""
+    """An asynchronous device: events are marks on its timeline, and reading their times waits."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -141,7 +141,7 @@ def test_too_few_steps_are_not_measured_whatever_comes(
 def test_the_meters_communicator_is_made_before_memory_is_full(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank's first collective takes memory of the device, for NCCL's channels."""
+    """A rank's first collective needs device memory for NCCL's channels."""
     did = list[str]()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)

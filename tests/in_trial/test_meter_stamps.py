@@ -1,4 +1,4 @@
-"""The meter against time stamps that scripts of every kind write themselves, within 2 %."""
+"""The meter agrees within 2 % with time stamps that scripts of every kind write."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 
 from testing.local import PROGRAMS, bench_of
 
-pytestmark = pytest.mark.nightly  # as two clocks are compared
+pytestmark = pytest.mark.nightly  # compares two clocks
 
 FIRST, STEPS = 3, 20
 MICRO_BATCH = 8
 TOLERANCE = 0.02
 
-# Called by the script at the end of each optimizer step. What it waits for then is the script's own
-# time, as loading data is, and makes steps long enough to be compared.
+# Called by the script at the end of each optimizer step. Its wait counts as the script's own time,
+# like loading data, and makes steps long enough for a comparison.
 STAMP = """
 import os, time
 
@@ -28,7 +28,7 @@ def stamp():
 """
 HERE = "__import__('stamp').stamp()"
 
-# By the kind of script: a program, its file, a part of its text, and what is put in its place.
+# By kind of script: a program, its file, a part of its text, and the replacement.
 SCRIPTS = {
     "plain": (
         "seeded",

@@ -1,4 +1,4 @@
-"""The meter against a stopwatch in the training script itself, in two real processes."""
+"""The meter agrees with a stopwatch in the training script, in two real processes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 from dsat.in_trial.step_recorder import PHASES
 from testing.local import bench_of
 
-# Two clocks are compared: another process between them costs milliseconds.
+# Compares two clocks: another process between their readings costs milliseconds.
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
 RANKS, MICRO_BATCH, GAS = 2, 256, 4
 FIRST, LAST = 3, 22
 TOLERANCE = 0.05
-LOST_MS = 20  # to other processes between the two clocks, in all steps together
+LOST_MS = 20  # total time that other processes take between the clocks' readings
 
 
 def test_the_meter_agrees_with_a_stopwatch_around_the_loop(tmp_path: Path) -> None:
@@ -30,7 +30,7 @@ def test_the_meter_agrees_with_a_stopwatch_around_the_loop(tmp_path: Path) -> No
     metrics, count = outcome.metrics, len(outcome.step_ms)
     assert [len(rows) for rows in lines] == [FIRST - 1 + count] * RANKS, "it ended there"
     ranks = [[json.loads(line) for line in rows[FIRST - 1 :]] for rows in lines]
-    # Accidents of the host are counted apart: these are the steps that the meter kept.
+    # Steps that the host slowed down are counted separately; keep the other steps.
     accidents = sorted(outcome.step_ms)[count - metrics.accidents :]
     kept = [i for i, ms in enumerate(outcome.step_ms) if ms not in accidents]
     for name in ("latency", *PHASES):

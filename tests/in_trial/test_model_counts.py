@@ -17,7 +17,7 @@ from testing.metered import Clock, FakeEngine, attach, measured_by, metrics_of
 
 
 class RealEngine(FakeEngine):
-    """As much of a DeepSpeedEngine as it takes to train a module."""
+    """The part of a DeepSpeedEngine that is needed to train a module."""
 
     def __init__(self, module: nn.Module, gas: int, own: object) -> None:
         super().__init__(Clock(), BATCH, gas)
@@ -42,7 +42,7 @@ BATCH, WIDE, HIDDEN, OUT = 6, 10, 24, 3
 
 
 class Perceptron(nn.Module):
-    """Two layers, the loss inside; the hidden part is checkpointed if asked for."""
+    """Two layers with the loss inside; on request, the hidden part is checkpointed."""
 
     def __init__(self, reentrant: bool | None = None) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def profile_of(
     return profile
 
 
-# Forward, and the weights' gradients, in both layers; the inputs' gradient in the second alone.
+# Forward pass and weight gradients in both layers; input gradient only in the second.
 FLOPS = 2 * (2 * (WIDE * HIDDEN + HIDDEN * OUT) + HIDDEN * OUT)
 INPUT_FLOPS = 2 * WIDE * HIDDEN
 
@@ -126,7 +126,7 @@ class TestCounts:
 
     @pytest.mark.parametrize("reentrant", [False, True])
     def test_recomputation_earns_nothing_and_keeps_nothing(self, reentrant: bool) -> None:
-        """A reentrant checkpoint needs an input with a gradient, which is counted then as well."""
+        """A reentrant checkpoint needs an input with a gradient, whose FLOPs then count as well."""
         again = profile_of(Perceptron(reentrant), inputs_need_grad=True)
         assert again.flops_per_sample == FLOPS + INPUT_FLOPS
         if not reentrant:
@@ -169,7 +169,7 @@ class TestCounts:
             assert profile.flops_per_sample == 2 * (WIDE * HIDDEN + 2 * HIDDEN * OUT)
 
     def test_partitioned_parameters_count_whole(self) -> None:
-        """ZeRO stage 3 keeps an empty tensor whose `ds_numel` says how large it was."""
+        """ZeRO stage 3 keeps an empty tensor whose `ds_numel` is its full size."""
         module = Perceptron()
         size = module.first.weight.numel()
         module.first.weight.ds_numel = 5 * size  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Losses over pairs of samples are told from others by what autograd remembers."""
+"""Losses over pairs of samples are recognised by the graph that autograd keeps."""
 
 from __future__ import annotations
 

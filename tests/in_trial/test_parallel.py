@@ -1,4 +1,4 @@
-"""AutoTP and Ulysses on real ranks: the same training, and each sample and token once."""
+"""AutoTP and Ulysses on real ranks: the training is the same; samples and tokens count once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
 
 
 def trained(bench: Bench, shared: Parallelism, stage: int, micro_batch: int = 2) -> Outcome:
-    """Train with a global batch of four samples."""
+    """Train with a global batch of four samples; return the outcome."""
     slots = bench.slots_per_trial
     gas = 4 // (micro_batch * shared.data(slots))
     batch = BatchTriple.on(slots, shared, micro_batch=micro_batch, gas=gas)
@@ -64,7 +64,8 @@ def test_losses_and_counts_are_those_of_data_parallelism(
 
 
 def assert_the_same(outcome: Outcome, alone: Outcome) -> None:
-    """The training is that of data parallelism alone, and its samples and tokens count once."""
+    """Check that the training equals pure data parallelism, and that samples and tokens count
+    once."""
     assert outcome.training is not None and alone.training is not None
     assert outcome.training.losses == pytest.approx(alone.training.losses, rel=2e-4)
     assert outcome.metrics is not None and outcome.sequences is not None

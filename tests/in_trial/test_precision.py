@@ -1,4 +1,4 @@
-"""In which numbers a training was seen to compute."""
+"""The precision in which a training was observed to compute."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory limit of a rank on the CPU; each test forks a fresh process."""
+"""The memory limit of a rank on the CPU; each test forks a new process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,11 @@ memory_limit.limit_memory(BUDGET)
 
 
 def after_the_limit(code: str, *, budget_mib: int | None = 50) -> str:
-    """Return the last line of a rank's output, limited to a budget, or by its host alone."""
+    """Run code in a rank whose memory is limited; return the last line of its output.
+
+    Args:
+        budget_mib: the rank's limit; None limits it to its host's memory.
+    """
     limited = LIMITED.replace("BUDGET", str((budget_mib or 0) * 2**20))
     if budget_mib is None:
         limited = "from dsat.in_trial import memory_limit\nmemory_limit.limit_to_host()\n"

@@ -1,4 +1,4 @@
-"""What the user's script sees of the end of a trial."""
+"""How the end of a trial appears to the user's script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who ends a search whose runner is gone."""
+"""Which trial ends a search whose runner is gone."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from dsat.in_trial.runner_watch import RunnerWatch
 
 @dataclass
 class Script:
-    """A master's answers, one after the other, the last again and again.
-
-    Time passes as it is slept away.
-    """
+    """A master's scripted answers, the last of which repeats; time passes only while the trial
+    sleeps."""
 
     runner: list[str | None] = field(default_factory=lambda: ["RUNNING"])
     trial: list[str | None] = field(default_factory=lambda: ["RUNNING"])
@@ -47,7 +45,7 @@ class Script:
         return RunnerWatch(self, runner_id=1, experiment_id=2, trial_id=7)
 
     def stay(self) -> float:
-        """For how many seconds a trial stays."""
+        """Return the seconds for which a trial waits to be closed."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(runner_watch, "time", self)
             self.watch().stay_until_closed()

@@ -1,4 +1,4 @@
-"""`get_hf_args_with_overwrites`, with which a Trainer script of Determined's runs a trial."""
+"""`get_hf_args_with_overwrites`, with which a Trainer script for Determined runs a trial."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCH = {"train_batch_size": 12, MICRO: 4, GAS: 3}
 
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's own file; temporary files go to a folder beside it."""
+    """Write the user's own file; temporary files go to a folder next to it."""
     monkeypatch.delenv("DSAT_TRIAL_DIR", raising=False)
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
@@ -66,7 +66,7 @@ def test_the_file_is_another_one_and_the_flags_agree(base: Path, equals: bool) -
 
 
 def test_no_configuration_starts_deepspeeds_own_autotuning(base: Path) -> None:
-    """It would end a training after a few steps."""
+    """DeepSpeed's autotuning would end a training after a few steps."""
     own = {**BASE, "autotuning": {"enabled": True}}
     for given in (own, base.name):
         base.write_text(json.dumps(own))

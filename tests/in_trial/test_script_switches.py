@@ -1,4 +1,4 @@
-"""Switches that a script turns out to have, and what sets them."""
+"""Switches that dsat discovers in a script, and how it sets them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def arguments(kind=TrainingArguments, deepspeed="ds_config.json", **own):
 
 
 def found(scripts: Scripts, script: str, **more: Any) -> dict[str, tuple[Any, ...]]:
-    """The switches of a script, as its profile has them, with their own values first."""
+    """Return the switches in a script's profile; the script's own value is the first of each."""
     outcome = scripts.run(script, kind=TrialKind.PROFILE, **more).well().outcome
     assert outcome.profile is not None
     return {name: switch.values for name, switch in outcome.profile.switches.items()}
@@ -76,7 +76,8 @@ train(make_engine())
 
 
 def test_trl_recomputes_all_layers_or_none(scripts: Scripts) -> None:
-    """Behind a generation it switches recomputation on again, as its arguments say, and fails."""
+    """After a generation, TRL enables recomputation as its arguments say, which fails for some
+    layers."""
     assert found(scripts, ARGUMENTS + TRL)["gradient_checkpointing"] == (False, True)
 
 
@@ -203,7 +204,7 @@ def trained(scripts: Scripts, script: str = "", **switches: Any) -> Ended:
 
 @pytest.mark.parametrize("script", ["", FROZEN], ids=["whole", "LoRA"])
 def test_a_transformer_is_switched_on_and_off(scripts: Scripts, script: str) -> None:
-    """With LoRA, all but the adapters is frozen, and gradients must flow to them all the same."""
+    """With LoRA, all but the adapters is frozen, yet gradients must reach the adapters."""
     own = trained(scripts, script)
     on = trained(scripts, script, gradient_checkpointing=True)
     off = trained(
@@ -228,7 +229,7 @@ ITSELF = "model.gradient_checkpointing_enable()\n"
 
 
 def test_a_model_that_the_script_itself_lets_recompute(scripts: Scripts) -> None:
-    """Its arguments say nothing of it, as with LLaMA-Factory."""
+    """As in LLaMA-Factory, the script's arguments do not mention recomputation."""
     script = f"{ARGUMENTS}{MODEL}{ITSELF}arguments()\ntrain_model(make_engine(model))"
     assert found(scripts, script)["gradient_checkpointing"] == (True, False)
     for wanted, passes in (({}, 2), ({"gradient_checkpointing": False}, 1)):
@@ -285,7 +286,7 @@ class DeepSpeedStrategy:
 
 
 def test_lightning_counts_optimizer_steps_as_the_engine_makes_them(scripts: Scripts) -> None:
-    """From before the schedule of the learning rate is made."""
+    """It must do so before the schedule of the learning rate is made."""
     for package in ("lightning/pytorch", "pytorch_lightning"):
         folder = scripts.work / package / "strategies"
         folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What a training may change of the files around it."""
+"""Which files around it a training may change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
-    """A user's output of an earlier training, below the temporary folder."""
+    """Make a user's output of an earlier training, in the temporary folder."""
     folder = tmp_path / "out"
     (folder / "checkpoint-1" / "shards").mkdir(parents=True)
     for name in ("best.pt", "checkpoint-1/shards/0.pt"):
@@ -192,7 +192,7 @@ os.chown(out / "best.pt", os.getuid(), os.getgid())
 def test_no_relative_of_a_saver_changes_an_older_file(
     scripts: Scripts, out: Path, first: bool
 ) -> None:
-    """Before and after the engine."""
+    """This holds both before and after the engine is made."""
     makes, trains = "engine = make_engine()", "train(engine)"
     if first:
         makes, trains = "", f"{makes}\n{trains}"
@@ -253,7 +253,7 @@ def test_a_run_in_full_length_changes_what_its_script_changes(scripts: Scripts, 
 
 
 def test_messages_of_a_simulation_are_not_the_users_whatever_the_clock(tmp_path: Path) -> None:
-    """Their folder is older than the trial, and a file system's clock may be behind."""
+    """Their folder is older than the trial, and a file system's clock may be slow."""
     (tmp_path / "trial").mkdir()
     with tempfile.TemporaryDirectory() as messages:
         files, question = UserFiles(tmp_path / "trial"), Path(messages, "question-000000.json")

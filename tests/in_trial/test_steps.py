@@ -1,4 +1,4 @@
-"""What step times say: intervals that hold, and accidents that are told apart."""
+"""Statistics of step times: valid intervals, and steps that an outside event slowed down."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ def test_nothing_is_known_of_two_steps_and_equal_ones_are_certain() -> None:
 
 @pytest.mark.parametrize("count", [5, 60])
 def test_the_interval_is_that_of_the_posterior(count: int) -> None:
-    """Against draws from the same posterior, made in another way: matrices and random numbers."""
+    """Compared with draws from the same posterior, made with matrices and random numbers
+    instead."""
     rng = np.random.default_rng(count)
     values = 10 + np.cumsum(rng.normal(size=count)) * 0.05 + rng.normal(size=count) * 0.1
     places = np.arange(count)
@@ -57,7 +58,7 @@ def test_a_rare_step_far_beyond_the_others_is_an_accident() -> None:
 @pytest.mark.parametrize(
     ("values", "may_be"),
     [
-        ([10.0, 10.1, 9.9, 30.0], None),  # one of four is no rarity
+        ([10.0, 10.1, 9.9, 30.0], None),  # one of four is not rare
         ([10.0, 10.1, 9.9] * 2 + [10.0, 10.1, 30.0], None),  # nor one of nine
         ([10.0] * 7 + [30.0] + [10.0] * 7 + [30.0], None),  # each eighth waits for the loader
         ([10.0] * 9 + [30.0], [True] * 9 + [False]),

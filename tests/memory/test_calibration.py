@@ -1,4 +1,4 @@
-"""Predictions corrected by what trials used, and the micro batches that follow from them."""
+"""Predictions corrected by the memory that trials used, and the micro batches that follow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ USUAL = 5 * MIB
 
 
 def simulated(micro_batch: int) -> dict[str, int]:
-    """A model of 100 MiB with 10 MiB of activations a sample; its step needs 150 MiB."""
+    """Return the peaks of a model of 100 MiB with 10 MiB of activations a sample and a step of
+    150 MiB."""
     return {
         "init": 90 * MIB,
         "forward": (100 + 9 * micro_batch) * MIB,
@@ -54,22 +55,22 @@ STEP = simulated(1)["step"]
 @pytest.mark.parametrize(
     ("use", "expected"),
     [
-        # The phase that used most counts.
+        # The phase with the largest use counts.
         (
             MemoryUse({"forward": 400, "backward": 300 * MIB, "step": 200 * MIB}),
             Observation(1, 300 * MIB, 190 * MIB),
         ),
-        # A CPU shows what came on top of the imports, before the first step the script's own.
+        # On a CPU, memory beyond the imports counts; before the first step, it is the script's.
         (
             MemoryUse(host_rss_bytes={"init": 900, "forward": 700, "step": 650}, context_bytes=500),
             Observation(1, 200, 0, 500, is_exact=False),
         ),
-        # With a limit it shows what counted against that.
+        # With a limit, the memory that counts against the limit is known.
         (
             MemoryUse(host_rss_bytes={"init": 900}, data_bytes=STEP - 7),
             Observation(1, STEP - 7, -7),
         ),
-        # A resident set never lowers a prediction: pages that nobody touched are not in it.
+        # A resident set never lowers a prediction, as it lacks untouched pages.
         (MemoryUse(host_rss_bytes={"step": 50 * MIB}), Observation(1, 50 * MIB, 0, is_exact=False)),
         (
             MemoryUse(host_rss_bytes={"step": 200 * MIB}),

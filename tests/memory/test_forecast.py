@@ -1,4 +1,4 @@
-"""Memory as a search sees it: what accumulates, and what trials correct."""
+"""Memory as a search sees it: with the effects of accumulation, and corrected by trials."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def forecast_of(plan: Plan) -> Forecast:
 
 
 def test_the_largest_may_accumulate_nothing_where_smaller_ones_must() -> None:
-    """In stage 1 whole gradients are held from one micro step to the next."""
+    """In stage 1, whole gradients are kept from one micro step to the next."""
     plan = plan_of(memory_model=BY_FORMULA, zero_stages=(1,), slot_memory_bytes=3 * GIB)
     forecast = forecast_of(replace(plan, train_batch_size=128))
     model = forecast.model

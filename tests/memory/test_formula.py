@@ -62,7 +62,7 @@ def test_what_is_larger_than_its_limit_is_held_whole(
     settings: Mapping[str, Any],
     tolerance: float,
 ) -> None:
-    """On several devices, with embeddings of 16 M parameters."""
+    """Such are embeddings of 16 M parameters, here on several devices."""
     warm_command.use(warm_host.prefix(), monkeypatch.setattr)
     sizes = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4}
     model = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 64_000}

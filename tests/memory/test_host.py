@@ -28,7 +28,7 @@ def needed(config: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_only_pinned_memory_is_rounded_up(stage: int) -> None:
-    """18 bytes for each parameter: Ren et al., ZeRO-Offload (2021), and parameters in 16 bits."""
+    """18 bytes per parameter: Ren et al., ZeRO-Offload (2021), and the parameters in 16 bits."""
     pinned, pageable = offloaded(stage), offloaded(stage, pin_memory=False)
     assert needed(pageable) == pytest.approx(18 * FACTS.num_params, rel=0.01)
     saved = host.saved_without_pinning(FACTS, pinned, slots=1)
@@ -77,7 +77,7 @@ def test_sub_groups_of_many_sizes_are_rounded_one_by_one() -> None:
 def test_what_is_on_the_host_counts_whatever_is_elsewhere(
     optimizer: str, parameters: str, bytes_each: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", "native")  # which rounds nothing up
+    monkeypatch.setenv("DS_PIN_MEMORY_BACKEND", "native")  # does not round up
     config = offloaded(3, device=optimizer)
     config["zero_optimization"]["offload_param"] = {"device": parameters}
     assert needed(config) == pytest.approx(bytes_each * FACTS.num_params, rel=0.01)

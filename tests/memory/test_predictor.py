@@ -1,4 +1,4 @@
-"""Memory of every configuration from a few simulations, corrected by trials."""
+"""Memory of every configuration, predicted from a few simulations and corrected by trials."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def config(stage: int, **zero: Any) -> dict[str, Any]:
 
 
 def simulated(stage: int, micro_batch: int, more: int, slots: int = 1) -> Anchor:
-    """A simulation that finds so much more than the closed form, in every phase."""
+    """Make a simulation that finds `more` bytes than the closed form, in every phase."""
     plain = closed_form.estimate(FACTS, config(stage), slots=slots, micro_batch=micro_batch)
     peaks = {phase: getattr(plain, phase) + more for phase in PHASES}
     estimate = replace(plain, **peaks, source=SIMULATED)
@@ -70,7 +70,8 @@ def test_what_is_auto_has_its_default_and_the_profiles_type() -> None:
 
 
 def test_an_auto_bucket_has_the_size_that_a_trainer_gives_it() -> None:
-    """The square of the hidden size, in the first trial too, where DeepSpeed's default is 5e8."""
+    """This size is the square of the hidden size, also in the first trial; DeepSpeed's default
+    is 5e8."""
     facts = replace(FACTS, hidden_size=1024)
     auto, square = config(2, reduce_bucket_size="auto"), config(2, reduce_bucket_size=1024**2)
     sizes = [closed_form.estimate(facts, each, slots=2, micro_batch=3) for each in (auto, square)]
@@ -78,7 +79,8 @@ def test_an_auto_bucket_has_the_size_that_a_trainer_gives_it() -> None:
 
 
 def test_a_bucket_on_processor_cores_counts_as_far_as_it_is_written() -> None:
-    """Without a limit on allocations, which counts all that is allocated."""
+    """Only with a limit on allocations does a bucket count whole, as its unwritten part does
+    too."""
     usual = config(2, reduce_bucket_size="auto")
     for more, counted in (
         ({"counts_context": True}, FACTS.trainable_params),
@@ -105,7 +107,7 @@ def test_a_simulation_moves_its_strategy_at_other_numbers_of_slots_too() -> None
 def test_an_optimizer_with_less_state_saves_less_among_more_slots(
     simulated_at: tuple[int, ...],
 ) -> None:
-    """Of 12 bytes for each parameter that the closed form counts, there are 4."""
+    """The closed form counts 12 bytes per parameter, but this optimizer has only 4."""
 
     def needed(slots: int) -> float:
         plain = closed_form.estimate(FACTS, config(3), slots=slots, micro_batch=0)
@@ -148,7 +150,7 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(
 
 
 def test_parameters_are_flattened_on_the_host_where_the_device_has_no_room() -> None:
-    """Of 200 MiB of parameters DeepSpeed makes a copy; the backward pass needs less than both."""
+    """DeepSpeed copies 200 MiB of parameters; the backward pass needs less than both copies."""
     offload = config(2, offload_optimizer={"device": "cpu"})
     basis = Basis((Variant({}, replace(FACTS, largest_param=MIB)),))
     for limit, on_device, largest in ((390, True, 1), (390, False, 0), (430, True, 2)):
@@ -193,7 +195,7 @@ def test_out_of_memory_against_the_prediction_makes_it_careful_step_by_step() ->
         memory.learn(one, 2, failed)
     assert 0 < memory.largest(one) < 0.75 * largest
     assert memory.largest(two) < 0.97 * of_two, "more room everywhere"
-    # What was not expected to fit tells nothing new.
+    # A failure of a trial that was not expected to fit is no news.
     bound = memory.largest(one)
     memory.learn(one, 10 * largest, failed)
     assert memory.largest(one) == bound
@@ -216,7 +218,7 @@ def test_switches_that_were_not_simulated_are_guessed_and_hold_nothing_back() ->
 def test_an_offloaded_optimizer_needs_16_bytes_of_the_host_for_each_parameter(
     stage: int, slots: int
 ) -> None:
-    """In fp32 the weights, the gradients and two moments: Ren et al., ZeRO-Offload (2021)."""
+    """Weights, gradients and two moments in fp32: Ren et al., ZeRO-Offload (2021)."""
     offloaded = config(stage, offload_optimizer={"device": "cpu"})
     pinned, pageable = host.training(FACTS, offloaded, slots=slots)
     share = FACTS.num_params / slots
@@ -232,7 +234,8 @@ def test_without_zero_init_the_whole_model_is_there_before_stage_3_divides_it() 
 
 
 def test_gradients_of_the_largest_activation_are_there_beside_what_is_kept() -> None:
-    """Logits, as a rule: kept for the backward pass, and their gradient twice."""
+    """These are usually the logits: they are kept for the backward pass, and their gradient
+    twice."""
     profile = replace(weightless(10), activation_bytes_per_sample=50 * MIB)
     small = ModelFacts.of_profile(profile)
     large = ModelFacts.of_profile(replace(profile, largest_activation_bytes_per_sample=20 * MIB))
@@ -253,7 +256,10 @@ def test_what_the_allocator_loses_between_blocks_is_learned_where_memory_is_full
     shape = memory.shape(config(1), {})
 
     def reserves(size: int, factor: float) -> float:
-        """A trial that allocates what was predicted, and reserves more; the largest then."""
+        """Learn from a trial that allocates as predicted but reserves `factor` times as much.
+
+        Return the limit, divided by the prediction for the micro batch that is then the largest.
+        """
         peaks = {phase: round(shape.peak(phase, size)) for phase in PHASES}
         reserved = {"backward": round(factor * max(peaks.values()))}
         memory.learn(shape, size, replace(ran(), memory=MemoryUse(peaks, reserved)))
@@ -278,7 +284,7 @@ def test_what_a_host_does_not_hold_is_not_tried() -> None:
         assert memory.fits(memory.shape(config(2), {}), 1), "what is on the device needs no host"
     on_disk = config(2, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"})
     assert memory.fits(memory.shape(on_disk, {}), 1)
-    # A simulation that sees more corrects the formula.
+    # A simulation that measures more corrects the formula.
     anchor = simulated(2, 1, 0)
     seen = replace(anchor.estimate, host_pageable=round(2 * needed), host_pinned=0)
     memory = model(Anchor(offloaded, 1, seen), host_limit_bytes=round(1.5 * needed))
@@ -287,7 +293,7 @@ def test_what_a_host_does_not_hold_is_not_tried() -> None:
 
 @pytest.mark.parametrize("limit", [2, 8, 30])
 def test_a_loss_over_all_pairs_of_samples_bounds_the_micro_batch(limit: int) -> None:
-    """Of each pair of samples it holds 20 KiB, which a second simulation tells from a constant."""
+    """Each pair needs 20 KiB, which a second simulation distinguishes from a constant."""
     pair, facts = (
         20 * 2**10,
         replace(FACTS, num_params=MIB, trainable_params=MIB, largest_param=MIB),
@@ -332,7 +338,7 @@ def test_the_block_that_was_asked_for_bounds_all_strategies(message: str) -> Non
     memory.learn(shapes[1], 8, Outcome(OutcomeKind.OK, memory=MemoryUse(allocated_bytes=peaks)))
     memory.learn(shapes[1], 400_000, failed)
     for shape in shapes:
-        # Two blocks of 4 bytes for each pair have room up to 32,768.
+        # Two blocks of 4 bytes per pair fit up to 32,768.
         assert 25_000 < memory.largest(shape) < 33_500
 
 

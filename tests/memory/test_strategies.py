@@ -1,4 +1,4 @@
-"""The user's configuration with other strategies."""
+"""The user's configuration, changed to other strategies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulations that predict too much, corrected by trials."""
+"""Simulations that predict too much memory, corrected by trials."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEASURED = Outcome(OutcomeKind.OK, metrics=Metrics(1.0, 1.0, 0.3, 0.5, 0.2, None
 
 
 def test_three_trials_correct_a_slope_that_is_too_steep() -> None:
-    """8 GiB and 4 a sample are simulated, 8 and 2.8 are used: 24 samples fit, not 17."""
+    """Simulated are 8 GiB and 4 per sample, used are 8 and 2.8: 24 samples fit, not 17."""
     facts = ModelFacts(
         num_params=10**8,
         trainable_params=10**8,

@@ -22,13 +22,13 @@ def libraries() -> Libraries:
 
 @pytest.fixture(scope="session")
 def imported(libraries: Libraries) -> tuple[str, ...]:
-    """The words before a command that fork it from a process that has imported DeepSpeed."""
+    """Return the prefix of a command that forks it from a process that has imported DeepSpeed."""
     return warm_host.prefix(DS_ACCELERATOR="cuda", **loading(libraries))
 
 
 @pytest.fixture
 def null_cuda(libraries: Libraries, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MachineOf:
-    """Makes a machine whose devices all processes see that the test starts, but not the test's."""
+    """Return a function that makes devices; only processes that the test starts see them."""
 
     def make(*devices: Device, faults: str = "", **options: object) -> NullCuda:
         machine = NullCuda(libraries, tmp_path / "books", devices or (Device(),), **options)  # type: ignore[arg-type]

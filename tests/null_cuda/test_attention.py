@@ -1,4 +1,4 @@
-"""What kernels take on a GPU while they run, attention by the one that torch chooses there."""
+"""Memory of kernels while they run on a GPU; attention uses the kernel that torch chooses there."""
 
 from __future__ import annotations
 
@@ -144,6 +144,6 @@ def test_the_kernels_are_those_that_torch_chooses_and_need_as_much(
     found = json.loads(done.stdout.splitlines()[-1])
     assert min(found["choices"].get(name, 0) for name in ("FLASH", "EFFICIENT", "MATH")) > 20
     assert found["wrong"] == []
-    # The allocator does not split a block whose rest were less than 1 MiB.
+    # The allocator does not split a block if the rest would be less than 1 MiB.
     assert found["simulated"] == pytest.approx(found["real"], rel=0.01, abs=2**20)
     assert [real for real, _ in found["matmuls"]] == [ours for _, ours in found["matmuls"]]

@@ -1,4 +1,4 @@
-"""Searches on machines with many GPUs, some of which are in use, or fail in the middle."""
+"""Searches on machines with many GPUs, some of which are in use, or fail during the search."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _used(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def _check_that_no_device_is_shared(used: dict[str, list[dict[str, Any]]]) -> int:
-    """Returns how many pairs of trials ran side by side."""
+    """Check it for all pairs of concurrent trials; return the number of these pairs."""
     beside = 0
     for one, other in itertools.combinations(used.values(), 2):
         if one[0]["began_s"] < other[0]["ended_s"] and other[0]["began_s"] < one[0]["ended_s"]:
@@ -70,7 +70,7 @@ def test_a_search_goes_on_without_what_is_in_use_and_what_fails(
 
     def fail(row: Any) -> None:
         seen.append(row)
-        if len(seen) == 1:  # a device that the next trials would have
+        if len(seen) == 1:  # a device that the next trials would use
             machine.break_device(1, _ECC)
 
     result = _tune(tmp_path / "run", 1, fail, max_trials=9)

@@ -54,7 +54,8 @@ def engine_on_devices(
     prefix: Sequence[str] = (),
     **options: Any,
 ) -> Iterator[LocalEngine]:
-    """On some of the machine's devices, or on all; everything is run behind a prefix."""
+    """Make an engine on some of the machine's devices, or on all; a prefix precedes all
+    commands."""
     folder.mkdir()
     machine = find_machines({"here": prefix})[0].only([*map(str, devices)], ())
     engine = engine_of(
@@ -81,7 +82,7 @@ def outcome_of(engine: LocalEngine, number: int, **overrides: Any) -> Outcome:
 
 
 def fresh(outcome: Outcome) -> list[str]:
-    """What a trial that ran says of ranks in fresh processes."""
+    """Return the warnings of a successful trial about ranks in fresh processes."""
     assert outcome.ok, outcome.detail
     return [text for text in outcome.warnings if "fresh processes" in text]
 
@@ -91,7 +92,7 @@ def env_of(folder: Path, number: int) -> str:
 
 
 OF_DEVICE = True
-# What fails on rank 1 of two, what becomes of the trial, and whether the second ends the run.
+# The fault on rank 1 of two, the trial's outcome, and whether a second fault ends the run.
 FAILURES = [
     ("cuMemCreate>40000000=2", OOM, "CUDA out of memory", not OF_DEVICE),
     ("cudaHostAlloc=2", HOST_OOM, "out of memory", not OF_DEVICE),
@@ -127,8 +128,8 @@ def test_each_driver_failure_has_its_outcome_and_leaves_free_slots(
         engine_on_devices(tmp_path / "hang", *range(4, 8), timeout_s=5, **others) as patient,
         engine_on_devices(tmp_path / "run", *range(4), **others) as engine,
     ):
-        # Those that hang do so while all else is run: one by one, for beside others each that
-        # fails would be run a second time.
+        # Hanging trials hang while all others run one by one, as a failed trial that ran
+        # together with others would run again.
         for number in hanging:
             patient.launch(trial(number, ranks=2, faults={"1": FAILURES[number][0]}))
         for number, (fault, *_) in enumerate(FAILURES):
@@ -160,7 +161,7 @@ def test_a_trial_that_aborts_runs_again_in_a_fresh_process(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An abort may be the fork's fault."""
+    """The fork may be the cause of an abort."""
     machine = null_cuda(Device())
     with engine_on_devices(tmp_path / "run", prefix=imported) as engine:
         assert not fresh(outcome_of(engine, 0, kind=TrialKind.PROFILE))
@@ -178,7 +179,7 @@ def test_a_trial_that_aborts_runs_again_in_a_fresh_process(
 def test_where_an_import_initialises_cuda_ranks_are_fresh_processes(
     null_cuda: MachineOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A MIG device, or no NVML: torch can only ask CUDA how many devices there are."""
+    """With a MIG device or without NVML, torch must initialise CUDA to count the devices."""
     null_cuda(Device(uuid="MIG-0a"), Device(uuid="MIG-0b"), nvml=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-0b,MIG-0a")
     found = find_machine()
@@ -254,7 +255,7 @@ def test_devices_are_chosen_as_the_user_chose_them(
     assert "in use by other programs" in found.warnings[0]
     machine.break_device(2, 46)
     assert "busy or unavailable" in find_machine().left_out[0]
-    # What the command itself holds, as after the first run, is no use by others.
+    # Memory that the command itself holds, as after the first run, is not use by others.
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     smi = tmp_path / "nvidia-smi"
     smi.write_text(f"#!/bin/sh\necho '{machine.uuid(0)}, 10'\necho '{machine.uuid(1)}, [N/A]'\n")

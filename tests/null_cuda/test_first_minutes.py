@@ -1,4 +1,4 @@
-"""The script for the first minutes with a GPU runs, so that the day one comes costs nothing."""
+"""The script for the first minutes with a GPU runs, so that no time on a real one is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of eight devices that share layers, predicted and of torch's allocator."""
+"""Memory of eight devices that share layers: predicted, and in torch's allocator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.nightly
 
 SLOTS, PATIENCE_S = 8, 300.0
 SHARED = (DATA_ONLY, Parallelism(tensor=2), Parallelism(tensor=4))
-# A model large enough that 3 % of it are more than a rank's small change.
+# A model so large that 3 % of it exceed a rank's minor allocations.
 SIZES = "--width 512 --layers 6 --length 512 --unchecked"
 
 

@@ -1,4 +1,4 @@
-"""Whole searches on a machine with GPUs, by the command."""
+"""Whole searches by the command on a machine with GPUs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.null_cuda.test_engine import _CONFIG
 
 _GIB = 2**30
 _SHORT = "--start-profile-step 2 --end-profile-step 3 --max-profile-steps 2".split()
-_SHORT += ["--fix", "torch_compile"]  # kernels for devices that compute nothing cannot be compiled
+_SHORT += ["--fix", "torch_compile"]  # kernels cannot be compiled for the null CUDA
 
 
 @pytest.mark.nightly
@@ -62,7 +62,8 @@ runpy.run_path(f"{STYLES}/only_cuda.py", run_name="__main__")
 def test_cores_and_variables_reach_ranks_as_the_launcher_gives_them(
     null_cuda: MachineOf, tmp_path: Path
 ) -> None:
-    """Cores of its own and one thread for each, as of `deepspeed --bind_cores_to_rank`."""
+    """As with `deepspeed --bind_cores_to_rank`, a rank has its own cores, with one thread for
+    each."""
     null_cuda(Device(), Device())
     (tmp_path / "train.py").write_text(f"STYLES = {str(PROGRAMS / 'memory')!r}\n{BOUND}")
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}

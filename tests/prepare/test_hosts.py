@@ -1,4 +1,4 @@
-"""The devices that a command without a number takes."""
+"""The devices that a command uses if no number is given."""
 
 from __future__ import annotations
 

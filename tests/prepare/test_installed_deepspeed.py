@@ -1,4 +1,4 @@
-"""DeepSpeed is asked once for each configuration, and its answer decides."""
+"""DeepSpeed validates each configuration once, and its answer decides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dsat.prepare import installed_deepspeed
 
 PROGRAM = Entrypoint(script="train.py")
 OTHER = replace(PROGRAM, interpreter="/another/python3")
-# A stand-in: refuses `wrong` in a section, ignores other keys than `zero_optimization`.
+# A stand-in that rejects `wrong` in a section, and ignores all keys but `zero_optimization`.
 STAND_IN = """
     import json, os, sys
     asked = json.load(open(sys.argv[1]))

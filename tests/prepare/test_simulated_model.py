@@ -1,4 +1,4 @@
-"""Models to simulate."""
+"""Names and sequence lengths of models to simulate."""
 
 from __future__ import annotations
 

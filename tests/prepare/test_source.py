@@ -1,4 +1,4 @@
-"""The program of a command, as a run of it shows it."""
+"""The program of a command, as recorded in a run of the command."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG = {"train_micro_batch_size_per_gpu": 1}
 
 
 def run_of(folder: Path, *devices: str) -> Any:
-    """A run on two devices, which DeepSpeed's launcher has chosen for its ranks."""
+    """Make the record of a run on two devices, chosen by DeepSpeed's launcher."""
     variables = {"CUDA_VISIBLE_DEVICES": ",".join(devices), "CROSS_SIZE": "1"}
     ranks = starts_of(folder, [variables] * 2, CONFIG)
     return SimpleNamespace(ranks=lambda: ranks, env={})
@@ -40,7 +40,7 @@ def test_devices_are_chosen_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By the launcher's option or by a variable, which would count among those of the option."""
+    """The launcher's option or a variable chooses them; the two together would choose twice."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
@@ -55,7 +55,7 @@ def test_devices_are_chosen_once(
 def test_a_configuration_that_the_script_looks_up(
     named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its argument is a word, which trials keep; only a run shows the configuration."""
+    """Its argument is a word that trials keep; only a run shows the configuration itself."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "src").mkdir()
     (tmp_path / "src/train.py").touch()

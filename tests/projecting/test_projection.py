@@ -1,4 +1,4 @@
-"""Text of a projection, of made-up rows."""
+"""The text of a projection with made-up rows."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_one_gpu_is_not_plural() -> None:
 
 
 def test_the_fastest_strategy_has_a_reason() -> None:
-    """Of a step that is 50 ms shorter, 80 ms are communication and -30 ms copies."""
+    """Its step is 50 ms shorter: communication takes 80 ms less, and copies 30 ms more."""
     rows = []
     for stage, seconds in ((1, (0.5, 0.02, 0.03)), (3, (0.5, 0.1, 0.0))):
         step_s = sum(seconds)

@@ -68,7 +68,7 @@ def config(tmp_path: Path) -> Path:
 def test_stage_3_partitions_the_model_of_a_configuration_while_it_is_made(
     config: Path, tmp_path: Path
 ) -> None:
-    """A model of 70 billion parameters is on no card at once."""
+    """A model of 70 billion parameters never fits whole on one GPU."""
     user: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -102,7 +102,7 @@ def test_long_samples_are_no_packed_ones_that_need_a_mask(tmp_path: Path) -> Non
     with simulate(settings) as simulated:
         _, trace = simulated.simulator.traced_facts(simulated.config)
     attention = [k for k in trace.at(1) if (k.kind, k.phase) == (ATTENTION, FORWARD)]
-    # Two products of all pairs of tokens, half of which are before each other.
+    # Two products over all pairs of tokens, half of which are causal.
     assert [k.flops for k in attention] == pytest.approx([4 * length**2 * width / 2])
 
 
@@ -127,7 +127,7 @@ def test_only_runs_of_the_same_model_correct_a_projection() -> None:
 
 
 def test_the_network_of_a_run_on_the_same_cards_is_counted_once() -> None:
-    """Trials on two hosts with a slow network took as long as that network makes them take."""
+    """The measured times of trials on two hosts already include their slow network."""
     past = past_runs.load(Path(testing.__file__).parent / "recorded_run")
     run, network = past.run, 1e9
     assert run.profile is not None
@@ -184,7 +184,7 @@ def test_the_network_of_a_run_on_the_same_cards_is_counted_once() -> None:
 def test_all_strategies_have_the_same_global_batch(
     base: dict[str, Any], length: int | None, batches: tuple[int, int]
 ) -> None:
-    """16,384 tokens are 8 samples of 2,048, and 5.5 of 3,000; of images, there are 32."""
+    """16,384 tokens are 8 samples of 2,048, and 5.5 of 3,000. With images, the batch is 32."""
     step = StepTrace((), (), 1, 1, 1, 1.0)
     facts = ModelFacts(1, 1, 1, 0.0, 0.0, 0.0)
     traced = Traced(base, facts, ModelTrace(step, step), {}, {}, length)

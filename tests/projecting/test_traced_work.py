@@ -32,13 +32,13 @@ from dsat.values.zero_strategy import Strategy
 
 A100 = cards.find("A100-80GB")
 PARAMS, TOKENS = 1e9, 2048
-USUAL = math.exp(PRIORS["compute"][0])  # times as long as by the roofline
+USUAL = math.exp(PRIORS["compute"][0])  # factor over the roofline's time
 STAGE_3 = Strategy(3)
 CLUSTER = Cluster.of(A100, 8)
 
 
 def passes(micro_batch: int) -> StepTrace:
-    """Forward and backward passes of a model that is all matrix products."""
+    """Return the forward and backward passes of a model that consists of matrix products."""
     flops, moved = 2 * PARAMS * TOKENS * micro_batch / 100, 2e7 * (1 + micro_batch)
     kernels = (
         Kernels(FORWARD, True, MATMUL, 2, flops, moved, 100),
@@ -171,7 +171,8 @@ def test_gathers_beside_kernels_are_hidden_and_others_are_not() -> None:
 def test_an_optimizer_on_the_host_has_its_threads_and_its_share_of_the_memory(
     slots: int, threads: int, bandwidth: float
 ) -> None:
-    """Without the launcher's OMP_NUM_THREADS=1, as trials and the `deepspeed` launcher have it."""
+    """`threads` is 1 if a launcher sets OMP_NUM_THREADS=1, and 0 in trials and under
+    `deepspeed`."""
     cluster = Cluster.of(A100, slots, threads=threads)
     assert cluster.host_bandwidth == pytest.approx(bandwidth, rel=0.01)
     trace = replace(step(), kernels=(*MODEL.at(1), Kernels(STEP, True, HOST, 4, 0.0, 66e9, 1)))
@@ -187,7 +188,7 @@ def test_trials_correct_the_projection_and_narrow_it() -> None:
     for micro_batch in (1, 4, 16):
         work = work_of(scaled(step(), 1, sharded=True), MODEL, micro_batch, Cluster.of(A100, 1), 3)
         points.append(speed.points(work, STAGE_3, micro_batch, 1))
-        log_s.append(math.log(1.3 * speed.predict(points[-1]).seconds))  # 30 % slower than said
+        log_s.append(math.log(1.3 * speed.predict(points[-1]).seconds))  # 30 % slower
     fitted = speed.calibrated(
         hardware_of(A100), Points.join(points), np.array(log_s), np.full(3, 0.01)
     )
@@ -204,6 +205,6 @@ def test_trials_correct_the_projection_and_narrow_it() -> None:
 
 
 def test_the_peak_is_that_of_the_elements_that_most_flops_are_in() -> None:
-    """Parameters of autocast are of four bytes, and its products of two."""
+    """With autocast, parameters have four bytes, but matrix products use two."""
     few = Kernels(FORWARD, True, MATMUL, 4, 1e6, 1e3, 3)
     assert replace(MODEL, small=replace(MODEL.small, kernels=(few, *MODEL.at(1)))).itemsize == 2

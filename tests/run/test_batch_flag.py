@@ -1,4 +1,4 @@
-"""Which of the script's flags follows the micro batch."""
+"""Which flag of the script follows the micro batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def trial_of(number: int, micro_batch: int, flag: str = "") -> Trial:
 
 
 def test_a_guess_is_taken_back_for_good_where_a_trial_ran_without() -> None:
-    """Trials side by side: one with the guessed flag may end after one that needed none."""
+    """Of concurrent trials, one with the guessed flag may end after one that needed none."""
     outcomes: dict[int, Outcome] = {}
     found = BatchFlag(outcomes)
     error = Outcome(OutcomeKind.ERROR, message="out of luck", batch_flag="--batch_size")

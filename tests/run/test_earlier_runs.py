@@ -1,4 +1,4 @@
-"""Trials of earlier runs are observations of a new one, and cost nothing."""
+"""Trials of earlier runs are observations of a new one, and cost it nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def measure(trial: Trial) -> Outcome:
 def run(
     plan: Plan, *earlier: Run, measured: Callable[[Trial], Outcome] = measure
 ) -> tuple[Run, list[Trial]]:
-    """Return a run after earlier ones, and what it measured."""
+    """Run a search after earlier runs; return it, and the trials that it launched."""
     launched: list[Trial] = []
 
     def outcome_of(trial: Trial) -> Outcome:

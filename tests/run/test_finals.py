@@ -1,4 +1,4 @@
-"""The finals as played by hand: who runs when, who wins, what is said of the gain."""
+"""The finals, played by hand: which trial runs when, which wins, and the reported gain."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def leader(
 
 
 def play(finals: Finals, speeds: Mapping[int | str, float | None], *, noise: float = 0.0) -> str:
-    """Runs the finals to their end; noise adds to every second run and leaves the next.
+    """Run the finals to their end, with noise in alternating directions.
 
     Returns:
-        Who ran: `o` the user's own, `s` the one with its batch size, else the leader's number.
+        The trials in order: `o` is the user's own, `s` the one with its batch size, and a number is
+        a leader's id.
     """
     order = ""
     ran: dict[str, int] = {}
@@ -74,7 +75,7 @@ def test_pairs_go_on_until_the_budget_is_spent_if_nothing_is_certain() -> None:
     ("gain", "order"), [(1.25, "o22o"), (0.8, "o22o"), (1.4, "o2"), (0.7, "o2")]
 )
 def test_pairs_end_when_it_is_clear(gain: float, order: str) -> None:
-    """One is enough for a large difference, which the runs of the search confirm."""
+    """One pair is enough for a large difference that the search's trials confirm."""
     finals = Finals(OWN, [leader(2, gain)], Rules(12))
     assert play(finals, {2: gain}, noise=0.001) == order
     assert finals.is_better is finals.is_worth_it is (gain > 1)
@@ -89,7 +90,7 @@ def test_pairs_end_when_the_gain_is_surely_worth_nothing() -> None:
 
 
 def test_pairs_are_looked_at_a_few_times_only() -> None:
-    """After four of them it would be clear, but each look is a chance to be wrong."""
+    """After four pairs it would be clear, but each look is a chance to be wrong."""
     finals = Finals(Contestant(1, -0.5, 0.01, train_batch_size=8), [leader(2)], Rules(20))
     for gain in (0.06, 0.14, 0.10, 0.10, 0.10):
         roles = [Role.OWN, Role.LEADER][:: -1 if len(finals.pairs) % 2 else 1]
@@ -110,7 +111,8 @@ def test_one_pair_is_judged_by_the_runs_of_the_search_too() -> None:
 
 
 def test_a_large_gain_is_clear_after_one_pair_on_a_machine_that_varies() -> None:
-    """Both ran 6 % slower than in the search: by these two differences alone no gain is sure."""
+    """Both ran 6 % slower than in the search. These two differences alone would make no gain
+    certain."""
     finals = Finals(OWN, [leader(2, 1.5)], Rules(12))
     finals.record(-0.06)
     finals.record(math.log(1.5) - 0.06)
@@ -130,7 +132,7 @@ def test_ones_own_may_fail_once() -> None:
 
 @pytest.mark.parametrize(("cost", "trials"), [(0.1, 7), (0.028, 10), (0.001, 15)])
 def test_finals_take_a_part_of_the_time_of_the_search(cost: float, trials: int) -> None:
-    """30 % of it, but seven trials whatever they cost."""
+    """They take 30 % of it, but at least seven trials."""
     assert rules.budget(60, 20, cost=cost) == trials
 
 
@@ -215,7 +217,8 @@ def test_the_own_run_of_the_search_counts_beside_few_pairs_if_it_is_like_them(
 
 
 def comparisons(pairs: int, variation: float, *, cold: float = 0.0) -> list[Comparison]:
-    """Comparisons of equal configurations, if the very first run is slower by `cold`."""
+    """Return comparisons of equal configurations; the search's run of the first is slower by
+    `cold`."""
     runs = np.random.default_rng(7).normal(scale=variation, size=(2000, pairs + 1, 2))
     runs[:, -1, 0] -= cold
     return [Comparison.of_pairs([(a, b) for a, b in r[:-1]], (r[-1][0], r[-1][1])) for r in runs]
@@ -244,7 +247,7 @@ def test_a_slow_first_trial_does_not_hide_a_gain_of_two_pairs() -> None:
 
 
 def test_a_run_beside_others_does_not_widen_the_interval() -> None:
-    """The leader ran at 0.8 of its speed, beside other trials; the pairs run alone."""
+    """The leader ran at 0.8 of its speed during other trials, while its pairs run alone."""
     for alone in (True, False):
         finals = Finals(OWN, [leader(2, 0.96, ran_alone=alone)], Rules(2))
         assert play(finals, {2: 1.2}) == "o2"
@@ -267,7 +270,7 @@ def test_quantiles(level: float, known: dict[int, float]) -> None:
 def test_a_failed_pick_leaves_the_place_to_what_is_surely_better(
     second: float, wins: int | None
 ) -> None:
-    """With no trials left for another pair, the search's own measurements have to do."""
+    """No trials are left for another pair, so the search's own measurements decide."""
     finals = Finals(OWN, [leader(2, 1.5), leader(3, second)], Rules(3))
     assert "2" in play(finals, {2: None})
     assert finals.comparison is None
@@ -287,7 +290,8 @@ def test_if_only_one_takes_part_luck_does_not_make_a_large_batch(error: float, c
 
 
 def test_the_luckiest_of_many_needs_more_than_one_alone() -> None:
-    """18 %: sure enough of one candidate, but not of the best of fifteen, measured once each."""
+    """18 % is certain enough for one candidate, but not for the best of fifteen, measured once
+    each."""
     for count, wins in ((0, True), (14, False)):
         lucky = [leader(2 + n, 1.18, error=0.001) for n in range(count + 1)]
         own = Contestant(1, 0.0, 0.001, train_batch_size=8)

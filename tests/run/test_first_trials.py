@@ -1,4 +1,4 @@
-"""The first trials: the user's own configuration, and the way to one that fits."""
+"""The first trials: the user's own configuration, and the search for one that fits."""
 
 from __future__ import annotations
 

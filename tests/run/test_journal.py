@@ -1,4 +1,4 @@
-"""The journal: what is read again, what is damaged, what is on the disk, and when."""
+"""The journal: how it is read, what happens to damage, and when events are on the disk."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def _fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that open a journal many times; none of them pulls the plug."""
+    """Skip fsync in tests that open a journal many times; none needs safety from power failures."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
 
@@ -77,7 +77,7 @@ def test_a_damaged_line_is_named_and_nothing_is_cut_off(path: Path, damage: byte
 
 @pytest.mark.parametrize("before", [b"", b'{"event":"start","schema":1}\n'])
 def test_a_journal_of_a_newer_dsat_is_left_alone(path: Path, before: bytes) -> None:
-    """It may have gone on with a run that this version began."""
+    """The newer version may have continued a run that this version began."""
     newer = {"event": "start", "schema": SCHEMA_VERSION + 1}
     content = before + json.dumps(newer).encode() + b"\n{"
     path.write_bytes(content)
@@ -111,7 +111,7 @@ def test_what_is_written_or_cut_off_is_on_the_disk_at_once(
 
 
 def test_a_full_disk_is_named_by_its_file(path: Path) -> None:
-    """Here a limit on the size of files; what could not be written is tried again at the end."""
+    """A limit on the file size stands for the full disk. Closing tries the failed write again."""
     soft, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     journal = Journal(path)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1, most))
@@ -169,7 +169,7 @@ def test_a_value_that_does_not_belong_there_is_named_with_its_line(
 
 @pytest.mark.slow  # it asks DeepSpeed
 def test_options_that_another_version_of_deepspeed_has_are_compared(tmp_path: Path) -> None:
-    """A default that is another one today would change what was measured."""
+    """If a default has changed since, the earlier measurements no longer apply."""
     shutil.copytree(RELEASED, tmp_path, dirs_exist_ok=True)
     path = tmp_path / "run" / "journal.jsonl"
     key = "zero_optimization.offload_optimizer.pin_memory"
@@ -180,7 +180,7 @@ def test_options_that_another_version_of_deepspeed_has_are_compared(tmp_path: Pa
     told = user.tunes("--max-trials", 12, "--resume", method="asha")
     assert told.status == 2 and "Cannot resume" in told.err
     assert key in told.err and "false" in told.err and "true" in told.err
-    # A setting that came later is not searched in an earlier run, and does not end it.
+    # A setting that is newer than a run is not searched in it, and does not end it.
     path.write_text(text.replace(f'"{key}":true,', ""))
     told = user.tunes("--max-trials", 14, "--resume", method="asha")
     assert told.status == 0 and len(told.trials) > 11

@@ -1,4 +1,4 @@
-"""The user's own configuration is measured a second time where no finals repeat it."""
+"""Without finals, the user's own configuration is measured a second time."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ PLAN = replace(plan_of("random", max_trials=20), finals=0)
 
 
 def run(plan: Plan = PLAN, *, sd: float = 0.0, later: float = 1.0, seed: int = 0) -> Run:
-    """Return a run in which nothing is to be gained.
+    """Return a run in which no configuration is faster.
 
     Args:
-        sd: of runs, relative.
+        sd: relative standard deviation between runs.
         later: speed of all trials but the first.
     """
     noise = random.Random(seed)
@@ -51,7 +51,7 @@ def test_it_is_repeated_once_in_long_runs_without_finals(
 
 @pytest.mark.slow
 def test_noise_is_taken_for_a_gain_less_often() -> None:
-    """It is in 72 of the first 100 runs without the repeat, and in 31 with it."""
+    """Without the repeat it is in 72 of the first 100 runs, with the repeat in 31."""
     claims = sum((found := run(sd=0.2, seed=s)).best is not found.baseline for s in range(40))
     assert claims <= 16
 

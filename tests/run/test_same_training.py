@@ -1,4 +1,4 @@
-"""Same losses or not: what is rounding, what is another training, what cannot be compared."""
+"""Comparison of losses: what is rounding, what is another training, what cannot be compared."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def curve(
     seed: int = 0,
     skipped: tuple[int, ...] = (),
 ) -> TrainingCurve:
-    """Losses that fall from `start`; by `slower` less, and disturbed by rounding errors."""
+    """Return losses that fall from `start`, at `slower` times the usual rate, with rounding
+    errors."""
     rng = np.random.default_rng(seed)
     numbers = np.arange(steps)
     losses = start - slower * 0.05 * numbers
@@ -46,7 +47,7 @@ IN_BF16 = replace(curve(noise=5e-4), precision="bf16")
         (curve(start=5.1), "fp32", Agreement.UNKNOWN),
         (curve(steps=2), "fp32", Agreement.UNKNOWN),
         (TrainingCurve((1, 2, 3), (None,) * 3), "fp32", Agreement.UNKNOWN),
-        # What the script chose itself rounds as coarsely as it does, whatever is configured.
+        # The precision that the script chose itself decides, not the configured one.
         (curve(noise=5e-4), "fp32", Agreement.DIFFERENT),
         (IN_BF16, "fp32", Agreement.SAME),
         (replace(IN_BF16, precision="fp32"), "bf16", Agreement.SAME),
@@ -67,7 +68,7 @@ def test_losses_agree_within_rounding(
     ("own", "other", "agreement"),
     [
         (tuple(replace(each, precision="bf16") for each in OWN), curve(noise=5e-4), Agreement.SAME),
-        # What two runs of ones own differ by is no difference.
+        # A difference as large as between two runs of the baseline does not count.
         (NOISY, curve(noise=2e-3, seed=3), Agreement.SAME),
         (OWN, curve(noise=2e-3, seed=3), Agreement.DIFFERENT),
         (NOISY, curve(slower=0.0), Agreement.DIFFERENT),
@@ -91,7 +92,7 @@ def test_runs_of_ones_own_say_how_far_losses_may_differ(
 def test_a_loss_that_is_a_difference_rounds_as_its_terms_do(
     losses: tuple[float, ...], other: tuple[float, ...], agreement: Agreement
 ) -> None:
-    """Policy gradients, advantages of mean 0; and a spike, which is none."""
+    """Such are policy gradients, with advantages of mean 0; a single spike is not."""
     own, its = (TrainingCurve(tuple(range(1, 1 + len(each))), each) for each in (losses, other))
     assert compare((own, own), its, precision="fp32", same_batch=True).agreement is agreement
 
@@ -138,7 +139,7 @@ def test_who_is_to_blame() -> None:
 
 
 def test_gradients_differ_where_losses_do_not() -> None:
-    """As DeepSpeed 0.18.2 in stage 2 with accumulation (DeepSpeed#7718)."""
+    """DeepSpeed 0.18.2 has such a fault in stage 2 with accumulation (DeepSpeed#7718)."""
     own = tuple(
         replace(each, gradient_norm=norm) for each, norm in zip(OWN, (4.737, 4.738), strict=True)
     )

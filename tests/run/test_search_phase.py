@@ -1,4 +1,4 @@
-"""A search leaves processor cores to the trials."""
+"""A search uses few CPU cores, so that trials have them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from testing.helpers import plan_of, ran, weightless
 
 
 def blas_threads() -> set[int]:
-    """Return the threads of numpy's linear algebra; other packages bring a BLAS of their own."""
+    """Return the numbers of threads of numpy's linear algebra; other packages have their own
+    BLAS."""
     blas = [found for found in threadpool_info() if found["user_api"] == "blas"]
     of_numpy = [found for found in blas if "numpy" in found["filepath"]] or blas
     return {found["num_threads"] for found in of_numpy}

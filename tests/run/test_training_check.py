@@ -1,4 +1,4 @@
-"""Which of two trainings with other gradients is likely wrong."""
+"""Which of two trainings with different gradients is likely wrong."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ NAMES = {0: "your own configuration", 1: "this configuration"}
 
 
 def disqualification(norms: dict[int, float], own: int, pick: int, version: str | None) -> str:
-    """Let trials of stages, with the norms of their gradients, be judged."""
+    """Judge trials by stage, with these gradient norms; return the reason of the
+    disqualification."""
     trials, outcomes = {}, {}
     plan = plan_of(base_config={"zero_optimization": {"stage": own}}, own_batch=BATCH)
     for number, stage in enumerate((own, *(each for each in norms if each != own))):
@@ -78,7 +79,7 @@ def test_the_version_is_that_of_the_trials(
 def test_batches_of_the_loaders_own_are_no_gain(
     tokens: float, *, is_other: bool, counted: bool
 ) -> None:
-    """The throughput takes each micro batch for full: four of 100 samples for four of 2."""
+    """The throughput counts each micro batch as full: four of 2 samples count as four of 100."""
     own, pick = (
         Trial(i, kind, f"z{i}", 1, BatchTriple(8, *sizes), {})
         for i, (kind, sizes) in enumerate(

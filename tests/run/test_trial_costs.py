@@ -1,4 +1,4 @@
-"""What trials take of the time that a search may take."""
+"""How much of the search's time trials take."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ OWN = Trial(1, TrialKind.BASELINE, "own", 1, BatchTriple(4, 4, 1), {})
 
 
 def took(seconds: float) -> Outcome:
-    """A success with steps of one second."""
+    """Return a success with steps of one second."""
     found = ran()
     assert found.metrics is not None
     return replace(found, metrics=replace(found.metrics, latency=1000.0), duration_s=seconds)
 
 
 class Ran:
-    """A run whose own trial took ten seconds, with others beside the one that ends."""
+    """A run whose baseline took ten seconds; `beside` trials run during the next one."""
 
     def __init__(self, beside: int = 0, longest_s: float | None = None) -> None:
         self._longest_s = longest_s
@@ -61,7 +61,7 @@ def test_what_a_trial_takes_of_the_time_of_the_search(
 
 @pytest.mark.parametrize("step_s", [0.5, 2.0, 16.0, 40.0])
 def test_long_steps_are_measured_in_fewer(step_s: float) -> None:
-    """Of steps of one second 22 were measured; one of the search may measure for 20 s."""
+    """The baseline measured 22 steps of one second; a search trial may measure for 20 s."""
     run = Ran(longest_s=40.0)
     costs = TrialCosts(plan_of(), cast(Run, run))
     found = took(24.0)

@@ -1,4 +1,4 @@
-"""What holds of every search, and the best of a whole world by brute force."""
+"""Checks that hold for every search, and the best of a whole world by brute force."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ METHODS = tuple(SEARCHES)
 
 
 def _at_once(method: str, *values: Any) -> Any:
-    """Return a case of a test; `make quick` has two of the methods, `make test` has all."""
+    """Return a test case of a method; `make quick` runs two of the methods, `make test` all."""
     marks = [] if method in ("model", "asha") else [pytest.mark.slow]
     return pytest.param(method, *values, marks=marks)
 
@@ -26,13 +26,13 @@ EACH_METHOD = [_at_once(method) for method in METHODS]
 
 
 def paired(*values: Any) -> list[Any]:
-    """Return methods with values: the model with each of them, every other method with one."""
+    """Return pairs of method and value: `model` with each value, every other method with one."""
     others = [_at_once(name, values[n % len(values)]) for n, name in enumerate(METHODS[1:])]
     return [*(_at_once("model", value) for value in values), *others]
 
 
 def check_result(user: User, told: Told) -> None:
-    """Check what holds of every search that found something."""
+    """Check what holds for every successful search."""
     assert told.status == 0, told.err
     result, rows = told.json, told.trials
     names = [row["name"] for row in rows]
@@ -46,7 +46,7 @@ def check_result(user: User, told: Told) -> None:
 
 
 def configuration(row: dict[str, Any]) -> str:
-    """Return what a trial ran, as text."""
+    """Return the configuration of a trial as text."""
     return json.dumps([row["overrides"], row["script_args"]], sort_keys=True)
 
 
@@ -67,7 +67,8 @@ def best_speed(
     total: int | None = None,
     metric: str = "throughput",
 ) -> float:
-    """Return the best true value of DeepSpeed's default settings over all batch sizes."""
+    """Return the best true value of DeepSpeed's default settings over all stages and batch
+    sizes."""
     found = []
     for stage in range(4):
         for size in sizes:

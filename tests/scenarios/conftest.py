@@ -10,6 +10,7 @@ from dsat.prepare import installed_deepspeed
 
 @pytest.fixture(autouse=True, scope="module")
 def _without_deepspeed() -> Iterator[None]:
-    """No scenario waits for DeepSpeed; `tests/prepare/test_installed_deepspeed.py` asks it."""
+    """Skip validation by DeepSpeed, which is slow; `tests/prepare/test_installed_deepspeed.py`
+    tests it."""
     with mock.patch.object(installed_deepspeed, "_stamp", return_value=None):
         yield

@@ -1,6 +1,6 @@
-"""Mistakes of users: what they wrote, the place that the message names, and words that it has.
+"""Mistakes of users: what they type, and the place and words that the message must contain.
 
-The sentences themselves are in `messages.txt`, which `python -m testing.messages` writes anew.
+The full messages are in `messages.txt`, which `python -m testing.messages` rewrites.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ SCRIPT = "train.py --deepspeed_config ds.json"
 
 @dataclass(frozen=True)
 class Mistake:
-    """What a user types, and files besides those of `User.has`, by name.
+    """What a user types, and files in addition to those of `User.has`, by name.
 
     Attributes:
-        where: what the message begins with.
-        words: that it has somewhere.
+        where: the beginning of the message.
+        words: further words in the message.
     """
 
     types: str
@@ -264,7 +264,7 @@ _WORDS: list[tuple[str, str, str]] = [
 
 
 def mistakes() -> Iterator[Mistake]:
-    """Yield all of them."""
+    """Yield all mistakes."""
     tune, dry = f"tune {SCRIPT}", "model --dry-run --devices 2 --ds-config ds.json -- train.py"
     experiment = "model deepspeed.yaml . --dry-run"
     for key, value, words in _SECTION:
@@ -317,5 +317,5 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 def argv(mistake: Mistake) -> list[str]:
-    """Return the words that are typed after `dsat`."""
+    """Return the arguments of `dsat`."""
     return shlex.split(mistake.types)

@@ -1,4 +1,4 @@
-"""What a search may use: trials, batch sizes, memory and time."""
+"""The limits of a search: trials, batch sizes, memory and time."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tuned(
 
 
 def kept_for_finals(trials: int) -> int:
-    """Return how many trials docs/certainty.md keeps for the finals."""
+    """Return the number of trials that docs/certainty.md reserves for the finals."""
     if trials < 12:
         return 2 if trials >= 4 else 0
     return min(15, max(5, trials // 4))
@@ -113,7 +113,7 @@ def test_trials_that_only_profile_the_model_count(user: User, failures: int) -> 
 
 
 def test_trials_of_finals_that_cannot_be_go_to_the_search(tmp_path: Path) -> None:
-    """As long as no other configuration ran, there is nothing to compare."""
+    """Unless another configuration ran, there is nothing to compare."""
     unlucky = World(failures=(Failure("OOM", {"kind": "search"}),))
     _, told = tuned(tmp_path, {}, "--max-trials", 5, method="model", world=unlucky)
     assert [row["kind"] for row in told.trials] == ["baseline", *4 * ["search"]]
@@ -121,7 +121,7 @@ def test_trials_of_finals_that_cannot_be_go_to_the_search(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("method", ["model", "random"])
 def test_trials_side_by_side_leave_the_finals_theirs(tmp_path: Path, method: str) -> None:
-    """The first ones begin before any has ended."""
+    """The first trials all begin before any has ended."""
     for trials in (8, 12, 17):
         folder = tmp_path / f"{trials}"
         told = tuned(folder, {}, "--max-trials", trials, method=method, world=World(at_once=16))[1]
@@ -220,7 +220,7 @@ def test_a_global_batch_is_filled_up_to_what_is_allowed(tmp_path: Path, method: 
 
 
 def test_no_step_exceeds_the_largest_global_batch(tmp_path: Path) -> None:
-    """But ones own is measured as it is, above it."""
+    """Only the user's own configuration, which exceeds the limit, is measured unchanged."""
     world, own = World(slots=4), {"train_micro_batch_size_per_gpu": 4}
     options = ("--max-trials", 12, "--max-train-batch-size", 8)
     _, told = tuned(tmp_path, own, *options, method="asha", world=world)
@@ -281,7 +281,8 @@ def test_a_smaller_card_may_be_imitated(user: User) -> None:
 
 @pytest.mark.parametrize("method", EACH_METHOD)
 def test_no_trial_takes_long_beside_ones_own(tmp_path: Path, method: str) -> None:
-    """A trial may measure for as long as 20 steps of one's own take: three of its own, at least."""
+    """A trial measures at most for the time of 20 steps of the baseline, but at least three
+    steps."""
     world = World(gpu=replace(A100, peak=3e11, bandwidth=1e10))
     own = {"train_micro_batch_size_per_gpu": 1}
     _, told = tuned(tmp_path, own, "--max-trials", 16, method=method, world=world)
@@ -289,7 +290,7 @@ def test_no_trial_takes_long_beside_ones_own(tmp_path: Path, method: str) -> Non
     assert step_s > 5
     known: set[int] = set()
     for row in of_kind(told, "search"):
-        # Of a stage that is slower than it should be, it takes a trial to know.
+        # A stage that is slower than predicted is known only after a trial.
         most_s = (20 / 3 if row["stage"] in known else 20) * step_s
         assert row["metrics"]["latency"] / 1000 <= most_s, row["name"]
         known.add(row["stage"])
@@ -297,7 +298,7 @@ def test_no_trial_takes_long_beside_ones_own(tmp_path: Path, method: str) -> Non
 
 @pytest.mark.parametrize("method", ["asha", "binary", "random"])
 def test_a_micro_batch_grows_as_long_as_that_is_worth_it(tmp_path: Path, method: str) -> None:
-    """A million samples fit, but where the GPU is busy more of them gain nothing."""
+    """A million samples fit, but once the GPU is busy, more samples gain nothing."""
     user, told = tuned(
         tmp_path, {"train_micro_batch_size_per_gpu": 2}, "--max-trials", 20,
         method=method, world=World(model=TINY),

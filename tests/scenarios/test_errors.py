@@ -1,4 +1,4 @@
-"""Whatever a user writes wrong: exit status 2 and one line with its place, before anything runs."""
+"""Mistakes in what a user writes give exit status 2 and one line with the place, before any run."""
 
 from __future__ import annotations
 

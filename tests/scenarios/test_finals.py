@@ -1,4 +1,4 @@
-"""The finals: what they decide, by noise, drift, losses, failures and budgets."""
+"""Decisions of the finals, by noise, drift, losses, failures and budgets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tuned(
     trials: int = 20,
     **world: Any,
 ) -> tuple[User, Told]:
-    """Tune a script of two GPUs; with `FIXED` only its ZeRO stage can change."""
+    """Tune a script on two GPUs; with `FIXED`, only its ZeRO stage can change."""
     user = User(folder, World(slots=2, **world))
     user.has({"train_micro_batch_size_per_gpu": own})
     told = user.tunes("--max-trials", trials, *options, method=method)
@@ -41,7 +41,8 @@ def gain_of(user: User, config: dict[str, Any]) -> float:
 
 
 def faster(stage: int, factor: float) -> dict[str, Any]:
-    """Return effects by which a stage alone is so much faster than stage 0 at micro batch 16."""
+    """Return effects that make only this stage `factor` times as fast as stage 0 at micro batch
+    16."""
     world = World(slots=2)
     own = {"train_micro_batch_size_per_gpu": 16}
     base = world.answer(own).metrics
@@ -63,7 +64,7 @@ def faster(stage: int, factor: float) -> dict[str, Any]:
 def test_nothing_worse_than_ones_own_is_recommended(
     tmp_path: Path, noise: float, seed: int
 ) -> None:
-    """Ones own is the best; whatever noise says, keep it, or take what is as good."""
+    """The user's own is the best. Despite noise, the result is that, or one as good."""
     own_is_best = {f"z{stage}": 1.1 for stage in (1, 2, 3)}
     world: dict[str, Any] = {"run_sd": noise, "seed": seed, "effects": own_is_best}
     user, told = tuned(tmp_path, *FIXED, **world)
@@ -76,7 +77,7 @@ def test_nothing_worse_than_ones_own_is_recommended(
 def test_noise_is_not_recommended_where_ones_own_is_not_run_again(
     tmp_path: Path, seed: int
 ) -> None:
-    """Its re-run fails in a run that has trials for one pair; then single runs decide."""
+    """The budget allows one pair, whose run of the user's own fails; then single runs decide."""
     world: dict[str, Any] = {"run_sd": 0.02, "seed": seed, "effects": faster(1, 0.995)}
     _, whole = tuned(tmp_path / "whole", *SIZES, trials=8, **world)
     [first, _] = [n for n, row in enumerate(whole.trials) if row["kind"] == "final"]
@@ -103,7 +104,7 @@ def test_a_clear_gain_is_recommended_with_an_interval_that_holds_it(
 
 @pytest.mark.slow
 def test_intervals_hold_the_truth_and_hardly_a_tie_replaces_ones_own(tmp_path: Path) -> None:
-    """Of twelve runs; the interval is one of 95 %, and so is the decision."""
+    """The bounds allow for chance: interval and decision may each be wrong in 5 % of runs."""
     held, shown, replaced = 0, 0, 0
     for seed in range(12):
         tie = {f"z{stage}": effect for stage, effect in _ties()}
@@ -124,7 +125,7 @@ def _ties() -> Iterator[tuple[int, float]]:
 
 @pytest.mark.slow
 def test_pairs_are_looked_at_a_few_times_only(tmp_path: Path) -> None:
-    """To look after every pair would find a gain by chance too often."""
+    """A look after every pair would find a gain by chance too often."""
     counts = set()
     for seed in range(10):
         options = (*FIXED, "--finals", 15)
@@ -142,14 +143,14 @@ def test_a_machine_that_slows_down_steadily_favours_neither(tmp_path: Path, drif
     _, told = tuned(tmp_path, *FIXED, "--finals", 8, drift=drift, run_sd=0.001, effects=effects)
     gain = told.json["finals"]["gain"]
     assert gain["low"] < 1.2 < gain["high"]
-    # Of an odd number of pairs one has no other that was slowed down the other way round.
+    # In an odd number of pairs, one lacks a pair with the opposite order to cancel its drift.
     assert gain["ratio"] == pytest.approx(1.2, rel=max(0.02, drift / 2))
     order = [row["stage"] for row in of_kind(told, "final")]
     assert order[:4] in ([0, 1, 1, 0], [1, 0, 0, 1])
 
 
 def test_the_users_own_is_measured_again_beside_the_leader(tmp_path: Path) -> None:
-    """A lucky first run of one's own hides no gain."""
+    """A lucky first run of the user's own configuration must not hide a gain."""
     for trials, budget in ((20, ()), (40, ("--finals", 15))):
         world: dict[str, Any] = {"effects": faster(1, 1.3), "lucky": {"baseline": 1.2}}
         _, told = tuned(tmp_path / f"{trials}", *FIXED, *budget, trials=trials, **world)
@@ -192,7 +193,7 @@ def test_the_gain_at_ones_own_global_batch_is_told_too(tmp_path: Path) -> None:
 
 
 def test_a_small_gain_is_not_worth_a_larger_global_batch(tmp_path: Path) -> None:
-    """But at the same batch it is."""
+    """At the same global batch, a small gain is worth it."""
     for options, worth_it in (((), False), (("--train-batch-size", "own"), True)):
         world: dict[str, Any] = {"run_sd": 0.0005, "step_sd": 0.0005}
         effects = {**faster(1, 1.015 if worth_it else 0.9), "z2": 9.0, "z3": 9.0}
@@ -280,7 +281,7 @@ def test_a_search_that_goes_on_has_finals_anew(tmp_path: Path) -> None:
 
 
 def test_a_search_that_goes_on_after_its_finals_compares_equal_measurements(user: User) -> None:
-    """The value that is shown and the gain are of the same trials; finals begin anew."""
+    """The shown value and the gain are of the same trials, and the finals start again."""
     first = user.tunes("--max-trials", 6, method="random")
     assert first.status == 0 and any(row["kind"] == "final" for row in first.trials)
     count = len(first.trials)

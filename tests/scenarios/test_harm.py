@@ -1,4 +1,4 @@
-"""Searches that are killed, interrupted, starved or started in unusual surroundings."""
+"""Searches that are killed, interrupted, short of resources, or started in unusual environments."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUDGET = 10
 
 
 def check_whole(user: User, told: Told) -> None:
-    """Check that a search came to its end, with nothing lost and nothing measured twice."""
+    """Check that a search reached its end, lost nothing and measured nothing twice."""
     assert told.status == 0, told.err
     rows = told.trials
     assert rows[0]["kind"] == "baseline" and told.json["gain"] > 1.5
@@ -39,13 +39,13 @@ def resume(user: User, method: str = "model") -> Told:
 
 
 def check_refused_or_failed(told: Told) -> None:
-    """Check that a command which could not go on says why, and is no bug."""
+    """Check that a command which could not continue gives a reason, and does not report a bug."""
     assert told.status in (1, 2), told
     assert "Traceback" not in told.err and "dsat: error: " in told.err
 
 
 def measured(user: User) -> dict[str, float]:
-    """Return the measured speeds of a run's journal by trial name."""
+    """Return the measured speeds in a run's journal, by trial name."""
     shown = user.types("show", "run", "--trials", "--json")
     assert shown.status == 0, shown.err
     rows = json.loads(shown.out)
@@ -115,7 +115,7 @@ def test_one_ctrl_c_ends_a_search_with_the_best_so_far(user: User) -> None:
 
 @pytest.mark.parametrize("pair", [("HUP", "HUP"), ("TERM", "HUP"), ("INT", "TERM")])
 def test_two_signals_together_are_one_interruption(user: User, pair: tuple[str, str]) -> None:
-    """As of a terminal that closes (HUP twice) or a service manager (TERM and HUP)."""
+    """A closing terminal sends HUP twice; a service manager sends TERM and HUP."""
     both = tuple(signal.Signals[f"SIG{name}"] for name in pair)
     told = user.tunes("--max-trials", BUDGET, harm=Harm(signals={4: both}))
     assert told.status == 130 and "Traceback" not in told.err

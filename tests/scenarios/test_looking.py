@@ -1,4 +1,4 @@
-"""`show`, `runs`, `compare` and `watch`: at runs that go on, ended, were killed or are damaged."""
+"""`show`, `runs`, `compare` and `watch` for runs that are running, finished, killed or damaged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ RECORDED = Path(dsat.__file__).parents[1] / "testing" / "recorded_run"
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[User, Told]:
-    """A user whose search is over; in stage 3 the script writes to the terminal's controls."""
+    """Return a user with a finished search; in stage 3, the script prints terminal control
+    codes."""
     hostile = Failure("ERROR", {"stage": 3}, f"ValueError: {ESCAPE}", ESCAPE)
     user = User(tmp_path_factory.mktemp("ran"), World(failures=(hostile,)))
     user.has()
@@ -43,7 +44,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[User, Told]:
 
 @pytest.fixture
 def copied(ran: tuple[User, Told], user: User) -> User:
-    """A user in another folder, whose `dsat_runs` has two copies of the run."""
+    """Return a user in another folder, whose `dsat_runs` contains two copies of the run."""
     for name in ("train-1", "train-3"):
         shutil.copytree(ran[0].folder / "run", user.folder / "dsat_runs" / name)
     return user
@@ -184,7 +185,7 @@ def test_folders_are_numbered_and_the_newest_goes_on(copied: User) -> None:
 
 
 def test_results_without_a_journal_are_never_written(copied: User) -> None:
-    """A search on a cluster left such a folder in the last release."""
+    """In the last release, a search on a cluster left such a folder."""
     results = copied.folder / "dsat_runs" / "train-5"
     results.mkdir()
     for name in ("summary.md", "best_ds_config.json", "best_ds_metrics.json"):
@@ -261,7 +262,7 @@ def test_a_shell_completes_commands_options_and_choices(user: User) -> None:
 
 
 def test_the_command_to_train_with_is_pasted_from_a_narrow_terminal(user: User) -> None:
-    """As a shell reads it from a pseudo-terminal: one line, whose words arrive whole."""
+    """A shell reads it from a pseudo-terminal as one line, with no argument broken."""
     words = user.words("--max-trials", 4, method="random", shown=True)
     told = user.types(*words, harm=Harm(terminal=Terminal(columns=60)))
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", told.out)

@@ -1,4 +1,4 @@
-"""Every search method, by a command and as an experiment: what it recommends and leaves behind."""
+"""Every search method, by a command and as an experiment: its recommendation and its files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_nearly_the_best_of_the_world_is_found(tmp_path: Path, method: str, worl
 def test_times_are_made_short_at_a_fixed_global_batch(
     tmp_path: Path, method: str, metric: str
 ) -> None:
-    """Of 32 samples a step: fewer, larger micro steps."""
+    """A step has 32 samples, so fewer and larger micro steps are faster."""
     user = User(tmp_path, World(slots=2, effects={"z1": 0.9}))
     user.has({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 1})
     told = user.tunes("--max-trials", 24, "--keep", "all", method=method, metric=metric)
@@ -83,7 +83,7 @@ def test_a_seed_decides_which_trials_run(tmp_path: Path, method: str) -> None:
 
 @pytest.mark.parametrize("method", EACH_METHOD)
 def test_trials_run_side_by_side_and_finals_alone(tmp_path: Path, method: str) -> None:
-    """The engine refuses a trial that there are no devices for."""
+    """The engine rejects a trial for which it has no devices."""
     user = User(tmp_path, World(slots=2, at_once=4))
     user.has()
     told = user.tunes("--max-trials", 24, method=method)
@@ -151,7 +151,7 @@ def test_the_model_stops_where_no_gain_is_expected(user: User, threshold: float)
 
 
 def test_a_grid_tries_everything_that_fits_but_what_is_known(tmp_path: Path) -> None:
-    """Powers of two of each stage, the user's own trial not again."""
+    """It tries powers of two in each stage, without repeating the baseline."""
     user = User(tmp_path, World(slots=2))
     user.has({"train_micro_batch_size_per_gpu": 8})
     told = user.tunes("--max-trials", 40, "--keep", "all", "--finals", 0, method="gridsearch")

@@ -1,4 +1,4 @@
-"""Every option, by what it does to a search."""
+"""Every option, by its effect on a search."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from testing.world import Finding, World
 
 MICRO, GAS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 ALL, ZERO = "train_batch_size", "zero_optimization"
-# Of a cluster, Slurm or Ray, or of what other tests look at.
+# Options of clusters, Slurm or Ray, or with other tests.
 ELSEWHERE = {
     *("--search-runner-config", "--max-search-runner-restarts", "--detach"),
     *("--ray-address", "--nodes", "--gpus-per-node"),
@@ -23,7 +23,7 @@ ELSEWHERE = {
 
 
 def of(told: Told, key: str) -> list[Any]:
-    """Return a value of all trials but the user's own and the finals."""
+    """Return a value of all trials except the baseline and the finals."""
     assert told.status == 0, told.err
     return [row[key] for row in told.trials if row["kind"] == "search"]
 
@@ -73,7 +73,7 @@ CLIPS = {"gradient_clipping": 1.0}
         ({GAS: "auto"}, f"{HF} --gradient-accumulation-steps 3", (8, 3)),
         ({ALL: 32}, HF, (32, 1)),
         ({MICRO: "auto"}, "-- train.py --epochs 3", None),
-        # What only looks like a Trainer's arguments.
+        # Arguments that only look like a Trainer's.
         (CLIPS, "-- train.py --deepspeed --output_dir out", None),
         (CLIPS, "-- train.py --deepspeed_config ds.json --output_dir out", None),
     ],
@@ -81,7 +81,8 @@ CLIPS = {"gradient_clipping": 1.0}
 def test_auto_stands_for_the_scripts_own_flags(
     user: User, config: dict[str, Any], given: str, own: tuple[int, int] | None
 ) -> None:
-    """Of a Trainer, or mapped; of a flag that is given twice the last one counts."""
+    """The flags are the Trainer's, or mapped ones. If a flag is given twice, the last one
+    counts."""
     user.has(config)
     options, _, command = given.replace("BATCH", MICRO).partition("-- train")
     files = () if "ds.json" in command else ("--ds-config", "ds.json")
@@ -158,7 +159,7 @@ def test_a_dry_run_tells_the_plan_and_leaves_nothing(user: User) -> None:
 
 
 def test_only_what_is_measured_long_enough_is_compared(user: User) -> None:
-    """An uncertain metric is told with its interval; a certain one without a warning."""
+    """An uncertain metric is shown with its interval; a certain one has no warning."""
     user.world = World(findings=(Finding({"stage": 1}, step_sd=0.3),))
     told = user.tunes("--max-trials", 8, "--zero-stages", 1, "--finals", 0, method="random")
     errors = [metrics["ci95"] for metrics in of(told, "metrics")]

@@ -1,4 +1,4 @@
-"""Every kind of failure, everywhere: exit status, where blame goes, what is recommended."""
+"""Every kind of failure, in every place: exit status, blame, and recommendation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tuned(
     options: tuple[Any, ...] = (),
     **world: Any,
 ) -> tuple[User, Told]:
-    """Tune a script that trains with a micro batch of `OWN`."""
+    """Tune a script whose own micro batch is `OWN`."""
     user = User(folder, World(failures=failures, **world))
     user.has(own or {"train_micro_batch_size_per_gpu": OWN})
     return user, user.tunes("--max-trials", trials, *options, method=method)
@@ -51,13 +51,13 @@ def check_own_is_kept(user: User, told: Told) -> None:
 
 
 def blamed(told: Told) -> str:
-    """Return the error that a command ended with."""
+    """Return the error message with which a command ended."""
     assert told.status in (1, 2) and "Traceback" not in told.err
     return told.err[told.err.index("dsat: error: ") :]
 
 
 def best_of(user: User, method: str, largest: int) -> float:
-    """Return the best speed up to a micro batch; a grid has powers of two alone."""
+    """Return the best speed up to a micro batch; a grid has only powers of two."""
     sizes = [1, 2, 4, 8, 16, 32] if method == "gridsearch" else range(1, 65)
     return best_speed(user.world, sizes=[size for size in sizes if size <= largest])
 
@@ -202,7 +202,7 @@ def test_a_model_that_fits_nowhere_says_what_would_help(tmp_path: Path) -> None:
 def test_memory_that_ends_earlier_than_predicted_is_found_out(
     tmp_path: Path, method: str, largest: int
 ) -> None:
-    """Something else is on the device: nothing above `largest` runs."""
+    """Another program uses the device: nothing above `largest` runs."""
     above = list(range(largest + 1, 200))
     failure = Failure("OOM", {"micro_batch": above}, "taken by others")
     own = {"train_micro_batch_size_per_gpu": 1}
@@ -225,7 +225,7 @@ def test_a_single_failure_for_other_reasons_costs_one_trial(tmp_path: Path, meth
 def test_wrong_predictions_are_corrected_by_what_trials_use(
     tmp_path: Path, method: str, seen: float
 ) -> None:
-    """The script was seen to need half or twice the activations that it does."""
+    """The profile shows half or twice the true activation memory."""
     options = ("--finals", 0, "--stop-when", 0) if method == "model" else ("--finals", 0)
     user, told = tuned(tmp_path, method=method, trials=20, options=options, seen_activations=seen)
     check_result(user, told)
@@ -238,7 +238,7 @@ def test_wrong_predictions_are_corrected_by_what_trials_use(
 
 @pytest.mark.parametrize("method", EACH_METHOD)
 def test_a_prediction_that_nothing_fits_is_not_believed(tmp_path: Path, method: str) -> None:
-    """The first trial ran, on a machine that does not tell what it used."""
+    """The first trial ran, on a machine that does not report used memory."""
     world: dict[str, Any] = {"seen_activations": 60.0, "tells_memory": False}
     user, told = tuned(tmp_path, method=method, **world)
     check_result(user, told)
@@ -355,7 +355,7 @@ def test_if_ones_own_fails_in_the_finals_the_gain_is_unconfirmed(tmp_path: Path,
 def test_the_next_takes_the_place_of_a_leader_that_fails_for_good_in_the_finals(
     tmp_path: Path, kind: str, times: int, stays: bool
 ) -> None:
-    """A port that was taken proves nothing; memory that runs out may run out in the training."""
+    """A lost port proves nothing; running out of memory may happen again in the training."""
     _, before = tuned(tmp_path / "before", effects={"z1": 0.9})
     leader = before.best["name"]
     again = [row for row in of_kind(before, "final") if row[MICRO] != OWN]

@@ -39,7 +39,7 @@ MIDDLE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8
 
 @pytest.fixture
 def imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Simulate in processes that have torch and DeepSpeed imported already."""
+    """Simulate in forks of a process that has imported torch and DeepSpeed."""
     warm_command.use(warm_host.prefix(), monkeypatch.setattr)
 
 
@@ -51,14 +51,14 @@ def estimate(user: User, model: dict[str, Any], *words: object, status: int = 0)
 
 
 def lines(told: Told) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the lines of the table by strategy and slots."""
+    """Return the rows of the table by strategy and number of slots."""
     return {(line["strategy"], line["slots"]): line for line in told.json["lines"]}
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("imported")
 def test_states_are_divided_as_zero_divides_them(user: User) -> None:
-    """Rajbhandari et al. (2020): 2 + 2 + 12 bytes for each parameter; offloaded, on the host."""
+    """Rajbhandari et al. (2020): 2 + 2 + 12 bytes per parameter; offloaded ones are on the host."""
     sizes = ("--slot-memory", "80GiB", "--host-memory", "2TiB", "--seq-length", 128)
     told = estimate(user, LLAMA_7B, "--formula", "--slots", 8, 64, *sizes)
     found, size = lines(told), 6_738_415_616
@@ -106,7 +106,7 @@ def test_a_job_is_guarded_by_the_exit_status(user: User, cards: str, fits: bool)
 @pytest.mark.slow
 @pytest.mark.usefixtures("imported")
 def test_a_gpu_has_its_memory_by_name(user: User) -> None:
-    """NVIDIA sells an H100 with 80 GB, which are gibibytes."""
+    """An H100 is sold with "80 GB", which are 80 GiB."""
     (user.folder / "own.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
     words = ("--ds-config", "own.json", "--seq-length", 128)
     told = estimate(user, TINY, *words, "--fits", "8xH100/1TiB")
@@ -149,7 +149,7 @@ def test_the_api_estimates_the_same(user: User) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("imported")
 def test_a_model_without_a_configuration_is_checked_in_a_strategy_that_fits(user: User) -> None:
-    """In stage 0 the states of 7 billion parameters take 100 GiB."""
+    """In stage 0, the states of 7 billion parameters need 100 GiB."""
     told = estimate(user, LLAMA_7B, "--fits", "8x60GiB", "--seq-length", 512)
     assert told.json["fits"] and told.json["strategy"] != "z0"
 
@@ -173,7 +173,7 @@ def test_as_many_cards_as_are_said_to_be_enough_are(user: User) -> None:
     [("1x16GiB", []), ("1x150MiB", ["activation checkpointing"])],
 )
 def test_what_dsat_adds_to_fit_is_named(user: User, cards: str, chosen: list[str]) -> None:
-    """Without a configuration of the user dsat chooses a strategy, and what else is needed."""
+    """Without a user's configuration, dsat chooses a strategy and whatever else is needed."""
     model = {**TINY, "num_hidden_layers": 4, "max_position_embeddings": 2048}
     told = estimate(user, model, "--seq-length", 2048, "--fits", cards)
     assert told.json["fits"] and told.json["chosen"] == chosen
@@ -182,7 +182,7 @@ def test_what_dsat_adds_to_fit_is_named(user: User, cards: str, chosen: list[str
 @pytest.mark.slow
 @pytest.mark.usefixtures("imported")
 def test_if_the_simulation_refuses_what_the_formula_chose_the_next_is_tried(user: User) -> None:
-    """Without offloading, 0.1 B in stage 2 take 1.35 GiB by formula, and 1.47 simulated."""
+    """Without offloading, 0.1 B in stage 2 need 1.35 GiB by the formula, but 1.47 simulated."""
     words = ("--seq-length", 128, "--fits", "8x1600MB")
     formula = estimate(user, TINY | MIDDLE, *words, "--formula")
     assert (formula.json["fits"], formula.json["strategy"]) == (True, "z2")
@@ -216,7 +216,7 @@ def test_if_no_strategy_fits_the_ways_out_are_named(
 @pytest.mark.slow
 @pytest.mark.usefixtures("imported")
 def test_nvme_is_advised_where_only_the_host_lacks_memory_and_can_be_simulated(user: User) -> None:
-    """Without offloading, stage 3 takes 2.1 GiB of each of two devices; with it, 1.3."""
+    """Without offloading, stage 3 needs 2.1 GiB of each of two devices; with it, 1.3."""
     model, devices = TINY | MIDDLE, ("--seq-length", 128, "--fits", "2x1700MB/1MiB")
     refused = estimate(user, model, *devices, "--formula", status=1)
     assert [way for way in refused.json["ways_out"] if "nvme" in way]

@@ -1,4 +1,4 @@
-"""What a run leaves: its files, the command that trains, exports and the values of the API."""
+"""What a run leaves: its files, the training command, exports and the values of the API."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SAID = f'ConnectionError: token={SECRETS["exception"]} was "refused",\n\U0001f60
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[User, Told]:
-    """A user whose search is over: some trials ran out of memory, others failed."""
+    """Return a user with a finished search: some trials ran out of memory, others failed."""
     failures = [Failure("ERROR", {"trial": 3 + n}, text) for n, text in enumerate(FORMULAS)]
     failures += [Failure("OOM", {"micro_batch": list(range(2, 16))}, "out of memory")]
     failures += [Failure("ERROR", {"stage": 2}, SAID, SAID)]
@@ -171,7 +171,7 @@ def test_nothing_that_is_shown_has_a_secret(ran: tuple[User, Told], tmp_path: Pa
     assert leaked(told.out + told.err) == []
     assert [name for name in ("report.html", "summary.md") if leaked(user.reads(name))] == []
     assert leaked(export(ran, "csv", tmp_path).read_text()) == []
-    # What is to be trained with is for use, and for its owner alone.
+    # The configuration for training contains them, and only its owner can read it.
     assert leaked(user.reads("best_ds_config.json")) == ["address", "configuration"]
 
 

@@ -1,4 +1,4 @@
-"""Runs that were cut off, raised, changed or repeated: nothing is lost or measured twice."""
+"""Runs that were cut off, extended, changed or repeated: nothing is lost or measured twice."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ JOURNALS = Path(__file__).parent / "journals"
 
 
 def check_complete(user: User, told: Told, trials: int) -> None:
-    """Check that a run came to its end with every trial measured, and each once."""
+    """Check that a run reached its end, and that every trial was measured exactly once."""
     check_result(user, told)
     assert len(told.trials) <= trials
     assert all(row["outcome"] for row in told.trials)
@@ -68,7 +68,7 @@ def test_a_run_cut_off_anywhere_ends_as_a_whole_one(
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_run_cut_off_before_its_finals_begins_the_same_ones(tmp_path: Path, seed: int) -> None:
-    """With noise the finals compare what the search's model predicts, too."""
+    """With noise, the finals also depend on predictions of the search's model."""
     user = User(tmp_path, World(seed=seed, step_sd=0.2, run_sd=0.1))
     user.has()
     options = ("--max-trials", 14, "--stop-when", 0)
@@ -172,7 +172,7 @@ def test_a_run_without_finals_goes_on_into_them(user: User) -> None:
 
 
 def test_a_run_goes_on_by_the_finals_that_are_asked_for(user: User) -> None:
-    """All of dsat reads them from the run, whose journal has them."""
+    """All parts of dsat read their number from the run, whose journal records it."""
     assert user.tunes("--max-trials", 4, "--finals", 0, method="random").status == 0
     more = ("--max-trials", 10, "--finals", 4, "--resume")
     told = user.tunes(*more, method="random")
@@ -226,7 +226,7 @@ def test_more_finals_than_the_rules_ask_for_are_left_aside(user: User) -> None:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> User:
-    """A user whose search is over."""
+    """Return a user with a finished search."""
     user = User(tmp_path_factory.mktemp("ran"))
     user.has()
     assert user.tunes("--max-trials", 3, "--finals", 0, method="asha").status == 0
@@ -254,7 +254,7 @@ OTHER_PLANS = [
 def test_another_plan_is_another_run(
     ran: User, tmp_path: Path, change: dict[str, Any], options: str, said: str
 ) -> None:
-    """But options that decide nothing of its trials may change."""
+    """Only options that do not affect trials may change."""
     shutil.copytree(ran.folder, tmp_path, dirs_exist_ok=True)
     user = replace(ran, folder=tmp_path)
     if change:
@@ -280,7 +280,7 @@ def test_another_device_is_another_run(ran: User) -> None:
 
 @pytest.mark.parametrize("method", ["model", "asha"])
 def test_errors_are_tried_again_and_what_was_measured_is_not(user: User, method: str) -> None:
-    """It was interrupted and the machine mended: only finals repeat a measurement."""
+    """The run was interrupted and the machine repaired: only finals repeat a measurement."""
     mended = user.world
     failure = Failure("ERROR", {"strategy": "z1"}, "a full disk")
     user.world = replace(user.world, failures=(failure,))
@@ -334,7 +334,7 @@ def test_a_first_trial_that_failed_is_run_again_unless_memory_ran_out(
 
 
 def last_release(folder: Path) -> User:
-    """Return a user in whose folder the last release has made a run, by this very world."""
+    """Return a user with a run that the last release made in this same world."""
     user = User(folder, World(at_once=2))
     shutil.copytree(JOURNALS / "last_release", folder, dirs_exist_ok=True)
     return user
@@ -369,7 +369,7 @@ def test_fields_of_a_later_version_are_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["before_smaller_may_run", "of_last_version"])
 def test_an_older_journal_is_shown(tmp_path: Path, name: str) -> None:
-    """Without `Outcome.smaller_may_run`, `Trial.strategy` and half of `Plan`, the first."""
+    """The first lacks `Outcome.smaller_may_run`, `Trial.strategy` and half of `Plan`."""
     (tmp_path / "run").mkdir()
     shutil.copy(JOURNALS / f"{name}.jsonl", tmp_path / "run" / "journal.jsonl")
     shown = User(tmp_path).types("show", "run", "--json", "--trials")

@@ -30,7 +30,7 @@ SWITCHES = {
 
 
 def planned(user: User, *options: Any) -> dict[str, dict[str, list[str]]]:
-    """Return the settings of each strategy with their values, the first first, by a dry run."""
+    """Return the settings of each strategy with their values in order, from a dry run."""
     words = ["--dry-run", "--slots", user.world.slots, "--ds-config", "ds.json", "--json"]
     words += ["--engine", "local", *options, "--", "train.py"]
     told = user.types("model", *words)
@@ -56,7 +56,7 @@ def user_of(
 
 
 def searched(told: Told) -> dict[str, set[str]]:
-    """Return the values that the trials of a search gave to each setting."""
+    """Return the values of each setting in the trials of a search."""
     found: dict[str, set[str]] = {}
     for row in of_kind(told, "search"):
         for name, value in {**row["overrides"]["zero_optimization"], **row["script_args"]}.items():
@@ -250,7 +250,7 @@ def test_the_flag_of_a_fixed_batch_follows_the_micro_batch(
 
 @pytest.mark.parametrize("method", EACH_METHOD)
 def test_another_flag_is_tried_after_one_that_changes_nothing(user: User, method: str) -> None:
-    """Once it has another value than the batch, it hides the right one no longer."""
+    """A flag with another value than the batch no longer hides the right flag."""
     others = [size for size in range(1, 1024) if size != 4]
     flags = ("", "--pool-batch", "--batch-size")
     user.world = World(
@@ -276,7 +276,11 @@ def test_another_flag_is_tried_after_one_that_changes_nothing(user: User, method
 
 
 def failures_with_other_batches(*, with_flag: bool) -> World:
-    """A script that compares a flag with its configuration, or fails whatever its flag is."""
+    """Return a world with a script that compares a flag with its configuration.
+
+    Args:
+        with_flag: the script fails whatever the flag is.
+    """
     others = [size for size in range(1, 1024) if size != 4]
     unchanged = Failure("ERROR", {"micro_batch": others}, "mismatch", batch_flag="--batch-size")
     with_it = (replace(unchanged, batch_flag=""),) if with_flag else ()

@@ -1,7 +1,7 @@
-"""The verdict: which sentences a run gets, and their numbers against the truth of the world.
+"""The verdict: the sentences that a run gets, and their numbers against the truth of the world.
 
-Sentences are told by their kind (`KINDS`), not by their words: whoever rewords one edits its line
-in that table.
+Sentences are identified by their kind (`KINDS`), not by their words: whoever rewords a sentence
+edits its line in that table.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ HERE = {"kind": "baseline"}
 
 @dataclass(frozen=True)
 class Case:
-    """A scenario, and the kinds of its verdict's sentences: these and no others."""
+    """A scenario, and the kinds of all sentences in its verdict."""
 
     kinds: tuple[str, ...]
     config: Mapping[str, Any] = field(default_factory=lambda: OWN)
@@ -350,7 +350,7 @@ def run(user: User, case: Case) -> Told:
 
 
 def kinds_of(told: Told) -> list[str]:
-    """Return the kinds of a verdict's sentences, each line of which must be known."""
+    """Return the kinds of a verdict's sentences, all of which must be known."""
     lines = told.json["verdict"]
     found = [kind for kind, words in KINDS.items() if any(re.search(words, line) for line in lines)]
     unknown = [
@@ -376,7 +376,7 @@ def test_every_kind_of_sentence_has_a_scenario() -> None:
 
 
 def test_the_gain_of_a_free_batch_is_predicted(user: User) -> None:
-    """Within a quarter of the world's truth."""
+    """The prediction is within a quarter of the world's truth."""
     advice = line_of(run(user, CASES["one sample per device"]), "nothing to trade")
     found = re.search(r"micro batch of (\d+) .* be (\S+)x as fast", advice)
     assert found is not None, advice

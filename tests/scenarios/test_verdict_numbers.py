@@ -17,7 +17,7 @@ GAS = "gradient_accumulation_steps"
 
 
 def numbers(text: str) -> list[float]:
-    """Return the numbers in a text that are no part of a name."""
+    """Return the numbers in a text that are not part of a name."""
     found = re.findall(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\w])", text.replace("x", " "))
     return [float(number.replace(",", "")) for number in found]
 

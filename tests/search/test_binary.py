@@ -65,13 +65,13 @@ def test_binary_finishes_what_it_began_before_it_draws() -> None:
 
 
 def test_binary_tries_only_allowed_micro_batches() -> None:
-    """30 is more than can fit."""
+    """30 samples do not fit."""
     search = Driven("binary", space_of(1, micro_batches=(2, 6, 10, 30)), ceiling=29)
     walk(search, "6 OK, 10 OK, end")
 
 
 def test_binary_rises_in_steps_until_more_samples_are_no_faster() -> None:
-    """Throughput goes on growing up to 64 samples; beyond, what is open is bisected."""
+    """Throughput grows up to 64 samples; above, the open range is bisected."""
     search = Driven("binary", space_of(1, micro_batches=range(1, 1025)), ceiling=1000, ramp=True)
     search.observe(4, ran(4.0))
     asked = proposals_of(search, lambda p: ran(float(min(p.micro_batch, 64))), limit=4)
@@ -87,7 +87,7 @@ def test_binary_rises_to_the_end_of_the_data() -> None:
 
 
 def test_binary_tries_what_is_beside_an_own_micro_batch_that_is_not_listed() -> None:
-    """Three was the user's own; four is tried all the same."""
+    """The user's own micro batch is three; four must be tried nevertheless."""
     search = Driven("binary", space_of(1, micro_batches=(1, 2, 4, 8)), ceiling=15)
     search.observe(3, ran(1.0))
     asked = proposals_of(search, lambda p: ran(float(p.micro_batch)))

@@ -1,4 +1,4 @@
-"""Settings as the search with a model compares them."""
+"""Settings as the model-based search compares them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from testing.helpers import weightless
 
 
 def test_two_ways_to_share_a_sample_are_one_setting_like_any_other() -> None:
-    """They differ in their traits, and the best one is where the search looks around."""
+    """They are different settings to the search, which explores the neighbourhood of the best
+    one."""
     freedom = Freedom(tune=("tensor_parallel.autotp_size", "sequence_parallel_size"))
     space = Space(
         strategies=plain(1), micro_batches=range(1, 9), slots=8, freedom=freedom, heads=16

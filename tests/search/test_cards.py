@@ -1,4 +1,4 @@
-"""Cards by name."""
+"""GPUs, found by name."""
 
 from __future__ import annotations
 

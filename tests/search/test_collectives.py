@@ -1,4 +1,4 @@
-"""The collectives of a step: against traced steps of DeepSpeed, and their prices."""
+"""The collectives of a step: compared with traced steps of DeepSpeed, and their costs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def listed(stage: int, *, params: int = PARAMS, **zero: Any) -> list[Collectives
 
 
 def moved(found: list[Collectives], gas: int) -> float:
-    """Return what each rank moves in a step, in units of the parameters' bytes."""
+    """Return the bytes that each rank moves in a step, as multiples of the parameters' bytes."""
     total = 0.0
     for group in found:
         times = 1 if group.last else gas - 1
@@ -73,7 +73,8 @@ def test_one_rank_has_nothing_to_say() -> None:
 @pytest.mark.parametrize("ranks", [2, 8, 16, 64, 512])
 @pytest.mark.parametrize("size", [10**3, 10**6, 10**9])
 def test_a_ring_or_a_tree_by_latency_and_bandwidth(ranks: int, size: int) -> None:
-    """Alpha-beta by hand: rounds x (n - 1) / n of the bytes, and a hop for each further rank."""
+    """The alpha-beta model by hand: rounds x (n - 1) / n of the bytes, and a hop per further
+    rank."""
     group = Collectives(BACKWARD, True, ALL_REDUCE, ranks, 1, False, size, 1)
     hosts = math.ceil(ranks / 8)
     bandwidth = min(200 * GB_S, (math.inf if hosts == 1 else 8) * 20 * GB_S)
@@ -160,7 +161,7 @@ def test_the_list_is_what_traced_steps_call(simulator: Simulator) -> None:
 
 
 def totals(found: Any, whole: float) -> dict[tuple[Any, ...], float]:
-    """Return parts of the parameters' bytes by what decides when and how they move."""
+    """Return the moved bytes as parts of the parameters', by when and how they move."""
     parts: dict[tuple[Any, ...], float] = {}
     for group in found:
         if group.phase == STEP and group.bytes < 0.01 * whole:  # norms

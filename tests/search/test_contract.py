@@ -1,4 +1,4 @@
-"""What holds of every search, whatever it proposes first."""
+"""What holds for every search, whatever it proposes first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dsat.values.zero_strategy import plain
 from testing.helpers import failed, ran
 from testing.search_contract import Driven, Proposed, play, proposals_of, space_of
 
-# The model search takes milliseconds a decision, and these tests ask for hundreds.
+# The model-based search takes milliseconds per decision, and these tests need hundreds.
 MODEL_IS_SLOW = [
     pytest.param(method, marks=pytest.mark.slow) if method == "model" else method
     for method in SEARCHES
@@ -46,7 +46,7 @@ def settings_of(proposal: Proposed) -> str:
 
 
 def scripted(proposal: Proposed, salt: int) -> Outcome:
-    """Return an outcome that is a function of the configuration alone."""
+    """Return an outcome that depends only on the configuration."""
 
     def draw(of: str) -> int:
         return int(hashlib.sha256(f"{salt} {of}".encode()).hexdigest()[:8], 16)
@@ -63,7 +63,7 @@ def scripted(proposal: Proposed, salt: int) -> Outcome:
 
 
 class Rules:
-    """What a search may not do with one choice of settings, whatever the order of ends."""
+    """Rules that a search must follow for each choice of settings, in any order of ends."""
 
     def __init__(self, method: str) -> None:
         self.method = method
@@ -120,7 +120,7 @@ def test_no_schedule_breaks_the_rules(method: str, concurrency: int) -> None:
 
 @pytest.mark.parametrize("method", SEARCHES)
 def test_the_whole_space_is_tried_when_there_is_time(method: str) -> None:
-    """Nothing runs: no search may skip settings because of others. Then it ends."""
+    """Nothing runs, so no search may skip settings because of others. Then it ends."""
     space = Space(
         strategies=plain(0, 1, 2, 3), micro_batches=(1, 2), slots=1, gas=1, num_params=4 * 10**6
     )
@@ -149,7 +149,7 @@ def test_one_seed_one_schedule(method: str) -> None:
 @pytest.mark.parametrize("method", SEARCHES)
 @pytest.mark.parametrize("seed", range(3))
 def test_the_best_of_a_small_space_is_found(method: str, seed: int) -> None:
-    """By brute force, of a world in which settings and stages matter, and memory ends."""
+    """Brute force finds the best of a world in which settings, stages and memory matter."""
     space = Space(
         strategies=plain(1, 2),
         micro_batches=(1, 2, 4, 8, 16, 32),
@@ -193,7 +193,7 @@ def _all_settings(space: Space) -> list[str]:
 def test_what_runs_out_of_memory_leads_to_what_needs_less(
     method: str, room: int, predicted: float | None
 ) -> None:
-    """Only stage 3 has room, and for few samples only; the prediction, if any, is wrong of all."""
+    """Only stage 3 has room, for few samples only. The prediction, if any, is wrong for all."""
     space = Space(
         strategies=plain(1, 2, 3), micro_batches=range(1, 2**20 + 1), slots=4, num_params=10**9
     )
@@ -234,7 +234,7 @@ def test_new_settings_begin_below_what_ran_out_of_memory(method: str) -> None:
 @pytest.mark.parametrize("told", ["ran", "failed"])
 @pytest.mark.parametrize("method", SEARCHES)
 def test_nothing_above_the_end_of_the_data_is_proposed_again(method: str, told: str) -> None:
-    """Whether a trial that ran says where they end, or one that found too few."""
+    """A trial reports the end: one that ran, or one for which the data were too few."""
     few = replace(failed("INVALID"), smaller_may_run=True, most_samples=6)
     outcome = replace(ran(5.0), most_samples=6) if told == "ran" else few
     search = Driven(method, wide_space(), ceiling=60, predict=lambda settings: 60.0)
@@ -317,7 +317,8 @@ def test_the_next_allowed_size_above_ones_own_is_tried(method: str) -> None:
 
 @pytest.mark.parametrize("method", ["asha", "binary", "random"])
 def test_a_time_out_closes_no_strategy(method: str) -> None:
-    """At the only micro batch, it bounds nothing; above what ran, it bounds the others."""
+    """At the only micro batch, it bounds nothing; above a micro batch that ran, it bounds the
+    others."""
     one = Space(strategies=plain(1, 2), micro_batches=(4,), slots=1, num_params=10**9)
     search = Driven(method, one, ceiling=60, ramp=True)
     proposed = proposals_of(

@@ -1,4 +1,4 @@
-"""Grid search: schedules written by hand, and that it leaves nothing out."""
+"""Grid search: schedules written by hand, and completeness."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from testing.search_contract import Driven, Proposed, play, proposals_of, space_
         (15, "8 OOM, 4 HOST_OOM, 2 OK, 1 OK, end"),
         (1, "1 OOM, end"),
         (15, "8 OK, 16 TIMEOUT, 4 TIMEOUT, end"),  # nothing slower, and the second one ends it
-        (15, "8 OK, 16 OOM, 4 OOM, 2 OK, 1 OK"),  # what else is on the card may have grown
+        (15, "8 OK, 16 OOM, 4 OOM, 2 OK, 1 OK"),  # other use of the GPU may have grown
         (15, "8 ERROR, end"),
         (15, "8 INVALID, end"),
         (15, "8 OK, 16 CANCELED, end"),
@@ -45,7 +45,7 @@ def test_powers_of_two_of_a_range(ceiling: int, trials: str) -> None:
         (range(6, 61, 6), [12, 24, 48, 6]),
         (range(12, 61, 6), [12, 24, 48]),  # at least 12, in multiples of 6
         (range(3, 23), [8, 16, 4]),
-        (range(17, 31), [17]),  # no power of two: something all the same
+        (range(17, 31), [17]),  # no power of two, yet one is tried
         ((1, 3, 64), [1, 3, 64]),
         ((), []),
     ],
@@ -71,7 +71,7 @@ def test_settings_end_after_so_many_micro_batches_that_ran() -> None:
 
 
 def _branches(*stages: int, micro_batches: Sequence[int] = (1, 2)) -> Space:
-    """Stage 0 has one choice of settings, every other one has two."""
+    """Return a space in which stage 0 has one choice of settings, and every other stage two."""
     return Space(
         strategies=plain(*stages),
         micro_batches=micro_batches,
@@ -86,7 +86,7 @@ def _branches(*stages: int, micro_batches: Sequence[int] = (1, 2)) -> Space:
 def test_branches_as_listed_and_in_each_the_defaults_first() -> None:
     space = Space(strategies=plain(2, 0), micro_batches=(4,), slots=1, num_params=4 * 10**6)
     asked = proposals_of(Driven("gridsearch", space), lambda _: ran())
-    # Buckets beyond the model's parameters are all alike.
+    # Buckets larger than the model are all equivalent.
     assert [dict(p.settings) for p in asked] == [
         {"stage": 2, "reduce_bucket_size": 5 * 10**6, "contiguous_gradients": True},
         {"stage": 2, "reduce_bucket_size": 10**6, "contiguous_gradients": True},
@@ -128,9 +128,9 @@ def test_a_branch_ends_after_trials_without_a_better_one() -> None:
 
 
 def _outcome(proposal: Proposed) -> Outcome:
-    """A function of the configuration alone: what fits, how fast it is, and now and then a failure.
+    """Return an outcome that depends only on the configuration: memory, speed and some failures.
 
-    A configuration that fails does so with every micro batch, so that no order hides anything.
+    Settings that fail do so with every micro batch, so that no order hides anything.
     """
 
     def draw(of: str) -> int:

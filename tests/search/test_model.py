@@ -1,4 +1,4 @@
-"""The search with a model of step time and memory: what it tries first, and when it ends."""
+"""The model-based search: what it tries first, and when it ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ THROUGHPUT = Objective("throughput")
 
 
 def model_of(space: Space, *, ceiling: int = 15, **options: Any) -> Driven:
-    """Return a search whose prediction is that so many samples fit, whatever the settings."""
+    """Return a search with the prediction that `ceiling` samples fit with any settings."""
     options.setdefault("predict", lambda settings: ceiling)
     profile = replace(weightless(ceiling), num_params=10**8, trainable_params=10**8)
     return Driven("model", space, profile=profile, **options)
@@ -36,13 +36,13 @@ def model_of(space: Space, *, ceiling: int = 15, **options: Any) -> Driven:
 def stages(
     *numbers: int, micro_batches: Sequence[int] = range(1, 65), slots: int = 4, **limits: Any
 ) -> Space:
-    """Return the strategies alone: no setting is free."""
+    """Return a space of strategies in which no other setting may change."""
     limits.setdefault("freedom", Freedom(fix=SETTING_NAMES))
     return Space(strategies=plain(*numbers), micro_batches=micro_batches, slots=slots, **limits)
 
 
 def timed(size: int, factor: float = 1.0) -> Outcome:
-    """Return a micro batch whose samples take 10 ms each, beside 90 ms that it takes anyway."""
+    """Return the outcome of a micro batch: 90 ms, and 10 ms per sample."""
     step_s = factor * (0.09 + 0.01 * size)
     found = Metrics(size / step_s, 1000 * step_s, 0, 0, 0, None, num_steps=5, ci95=0.001)
     return Outcome(OutcomeKind.OK, metrics=found)
@@ -56,7 +56,7 @@ def best_of(asked: Sequence[Proposed], outcome: Any) -> Proposed:
 
 
 def test_it_begins_with_each_strategy_near_the_end_of_memory() -> None:
-    """Stage 2 should not fit."""
+    """By prediction, stage 2 does not fit."""
     fit = {0: 40, 1: 40, 2: 0, 3: 40}
     search = model_of(stages(3, 0, 1, 2), ceiling=40, predict=lambda s: fit[s["stage"]])
     first = proposals_of(search, lambda p: ran(p.micro_batch / (p.micro_batch + 5)), limit=3)
@@ -84,7 +84,7 @@ def test_after_a_failure_it_goes_smaller_or_elsewhere(kind: str) -> None:
     assert second.settings != first.settings if kind == "ERROR" else is_smaller
 
 
-# What each value makes of a step, by the script's switch, beside those that do little.
+# By switch: the factor of the step time of each value; other switches have little effect.
 Switches = dict[str, dict[Any, float]]
 OPTIMIZERS: Switches = {"optim": {"adamw_torch_fused": 1.0, "adamw_torch": 1.02}}
 FASTER: Switches = {
@@ -92,7 +92,7 @@ FASTER: Switches = {
     "dataloader_num_workers": {0: 1.0, 2: 0.8, 4: 0.7},
     "torch_compile": {False: 1.0, True: 0.9},
 }
-TWICE: Switches = {  # a value behind one that is already much faster than the user's own
+TWICE: Switches = {  # a fast value after one that is already much faster than the user's own
     "attn_implementation": {"eager": 1.0, "sdpa": 0.8, "flash_attention_2": 0.75},
     "dataloader_num_workers": {0: 1.0, 2: 0.98, 4: 0.97},
     "torch_compile": {False: 1.0, True: 1.1},
@@ -103,12 +103,12 @@ SLOWER_FIRST: Switches = {
     "torch_compile": {False: 1.0, True: 0.9},
 }
 
-AFTER_SLOWER: Switches = {  # the only gain is behind a value that is slower
+AFTER_SLOWER: Switches = {  # the only gain comes after a slower value
     "attn_implementation": {"sdpa": 1.0, "eager": 1.3, "flash_attention_2": 1.16},
     "dataloader_num_workers": {0: 1.0, 2: 1.18, 4: 0.79},
     "torch_compile": {False: 1.0, True: 1.03},
 }
-LAST: Switches = {  # the largest gain is that of the last value
+LAST: Switches = {  # the last value has the largest gain
     "attn_implementation": {"sdpa": 1.0, "eager": 0.95, "flash_attention_2": 0.7},
     "dataloader_num_workers": {0: 1.0, 2: 0.98, 4: 1.0},
     "torch_compile": {False: 1.0, True: 1.02},
@@ -121,7 +121,7 @@ LAST: Switches = {  # the largest gain is that of the last value
     ids=["faster", "twice", "slower first", "after slower", "last"],
 )
 def test_switches_of_the_script_are_each_tried_soon(own: Switches, slots: int) -> None:
-    """A switch acts on the whole step, of which the physical model knows nothing."""
+    """A switch affects the whole step, which the physical model does not know."""
     factors = {**own, **OPTIMIZERS}
     found = {name: ScriptSwitch(tuple(values)) for name, values in factors.items()}
     freedom = Freedom(offload_helps=True)
@@ -147,7 +147,7 @@ def test_switches_of_the_script_are_each_tried_soon(own: Switches, slots: int) -
 
 
 def test_smaller_micro_batches_are_found_where_they_are_faster() -> None:
-    """Caches: beyond eight samples each one costs twice as much."""
+    """As with caches, samples beyond the eighth cost twice as much."""
 
     def outcome(proposal: Proposed) -> Outcome:
         size = proposal.micro_batch
@@ -176,7 +176,7 @@ def known_of(*ended: Ended) -> Feasibility:
 
 
 def test_a_micro_batch_that_ran_corrects_an_earlier_failure() -> None:
-    """A neighbour had taken the memory."""
+    """A concurrent trial had used the memory."""
     lost, won = Ended(0, (), -1.0, failed("OOM")), Ended(0, (), 0.0, ran())
     assert known_of(lost).fits(0, np.array([-0.5]))[0] < 0.01
     assert known_of(lost, won).fits(0, np.array([-0.5]))[0] == 1.0
@@ -191,7 +191,7 @@ def test_a_failure_is_blamed_on_what_has_never_run() -> None:
 
 
 def test_each_failure_of_memory_doubles_the_next_step_down() -> None:
-    """Half of what is left is likelier to fit, the further memory was mispredicted."""
+    """The more memory was mispredicted, the likelier it is that only half of the rest fits."""
     at = np.linspace(-12.0, 0.0, 1201)
     steps, ended = [], [Ended(0, (), 0.0, failed("OOM"))]
     for _ in range(4):
@@ -210,7 +210,7 @@ def test_host_memory_that_one_strategy_lacks_closes_no_other() -> None:
 
 @pytest.mark.slow
 def test_noise_does_not_prolong_a_search() -> None:
-    """Nothing but the micro batch matters, and measurements vary by a few percent."""
+    """Only the micro batch matters, and measurements vary by a few percent."""
 
     def count(sd: float, seed: int) -> int:
         rng = np.random.default_rng(seed)
@@ -226,7 +226,7 @@ def test_noise_does_not_prolong_a_search() -> None:
 
 
 def test_what_ran_beside_others_is_not_compared_as_if_it_had_run_alone() -> None:
-    """Neighbours slow each trial by a third; stage 2 alone is 2 % slower than stage 1 alone."""
+    """Neighbours slow each trial by a third; alone, stage 2 is 2 % slower than stage 1."""
     space = stages(1, 2)
     profile = replace(weightless(40), num_params=10**8, trainable_params=10**8)
     search = ModelSearch(Problem(profile, THROUGHPUT, space))
@@ -249,7 +249,7 @@ def test_what_ran_beside_others_is_not_compared_as_if_it_had_run_alone() -> None
 
 @dataclass
 class Price:
-    """Costs of trials that take some seconds whatever their steps, which may be too long."""
+    """Costs of trials that take `besides_s` in addition to their steps; they may be too long."""
 
     besides_s: float
     longest_step_s: float = math.inf
@@ -285,7 +285,7 @@ def test_nothing_that_costs_too_much_is_proposed_once_a_step_is_known(
 
 
 def test_a_larger_size_comes_before_other_strategies_where_time_is_short() -> None:
-    """On a single slot partitioning only costs time."""
+    """On a single slot, partitioning only costs time."""
     space = stages(0, 1, 2, micro_batches=range(1, 256), slots=1)
 
     def asked(left_s: float) -> list[Proposed]:
@@ -298,7 +298,7 @@ def test_a_larger_size_comes_before_other_strategies_where_time_is_short() -> No
 
 
 def test_it_ends_only_after_every_strategy_was_measured() -> None:
-    """The model expects all to be as fast as the first, which here they are not."""
+    """The model expects all to be as fast as the first, but stage 3 is twice as fast."""
 
     def outcome(proposal: Proposed) -> Outcome:
         return timed(proposal.micro_batch, 0.5 if proposal.settings["stage"] == 3 else 1.0)
@@ -311,7 +311,7 @@ def test_it_ends_only_after_every_strategy_was_measured() -> None:
 
 def test_it_does_not_end_before_anything_ran() -> None:
     search = model_of(space_of(8), ceiling=15, stop_when=0.9)
-    for outcome in (*[failed("OOM")] * 6, ran(0.0), ran(-1.0)):  # values that are no rates
+    for outcome in (*[failed("OOM")] * 6, ran(0.0), ran(-1.0)):  # values that are not rates
         assert search.stop_reason is None
         proposal = search.propose()
         assert proposal is not None

@@ -1,4 +1,4 @@
-"""Random search: what it draws, by laws over many seeds."""
+"""Random search: properties of its draws over many seeds."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_first_micro_batch_is_drawn_around_the_middle() -> None:
 
 @pytest.mark.parametrize("most", [1, 3, 5])
 def test_settings_get_a_limited_number_of_trials(most: int) -> None:
-    """In the order of micro batches that its outcomes leave open."""
+    """Their micro batches come in an order that fits the earlier outcomes."""
     for seed in SEEDS:
         search = Driven("random", space_of(8), ceiling=40, seed=seed, trials_per_config=most)
         asked = proposals_of(
@@ -55,7 +55,7 @@ def test_settings_get_a_limited_number_of_trials(most: int) -> None:
 
 @pytest.mark.parametrize("metric", ["throughput", "latency"])
 def test_new_settings_start_above_the_best_of_their_stage(metric: str) -> None:
-    """The best of all is at 8: whatever is larger is worse."""
+    """The best is at 8: every larger micro batch is worse."""
     starts = defaultdict(list)
     for seed in SEEDS:
 

@@ -24,7 +24,7 @@ PRIOR = Prior(JOB.hardware, EFFECTS)
 
 
 def points_of(rows: list[tuple[int, float, float]], *, values: tuple[int, int] = (0, 0)) -> Points:
-    """Configurations by stage, micro batch and accumulation steps."""
+    """Return configurations by stage, micro batch and accumulation steps."""
     counted = {stage: work(JOB, Strategy(stage), {}) for stage in range(4)}
     traits = np.zeros((len(rows), 8))
     traits[np.arange(len(rows)), [stage for stage, _, _ in rows]] = 1.0
@@ -48,7 +48,7 @@ def seconds_of(
     strategy: Strategy | None = None,
     **settings: Any,
 ) -> float:
-    """Seconds of a step by the physical model alone."""
+    """Return the seconds of a step by the physical model alone."""
     counted = work(job, strategy or Strategy(stage), settings)[None, :]
     theta = np.zeros(len(FACTORS))
     arrays = (np.array([float(number)]) for number in (micro_batch, gas, room))
@@ -101,7 +101,8 @@ def test_moving_more_costs_more(slots: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_offloaded_optimizer_gets_gradients_and_sends_parameters_back(stage: int) -> None:
-    """Beside a slow link to the host nothing else counts: 2 bytes of each, of a rank's share."""
+    """The link to the host is so slow that only it counts: 2 bytes per element of a rank's
+    share."""
     bandwidth = 1e6
     slow = replace(JOB, hardware=replace(Hardware(), pcie_bandwidth=bandwidth))
     share = 2 * JOB.params / (1 if stage == 1 else JOB.slots)
@@ -117,7 +118,7 @@ def test_the_edge_of_memory_costs_time() -> None:
 
 
 def test_tiles_are_filled_by_rows_of_matrix_products_and_not_by_samples() -> None:
-    """A sample of 1,024 tokens fills tiles whatever the micro batch; one of one row does not."""
+    """A sample of 1,024 tokens fills tiles at any micro batch; a sample of one row does not."""
     rate = {
         rows: [
             seconds_of(1, size, job=replace(JOB, flops_per_sample=6e9 * rows)) / size
@@ -149,7 +150,7 @@ def test_it_needs_neither_torch_nor_scipy() -> None:
 
 
 def drawn(rng: np.random.Generator, count: int) -> Points:
-    """Configurations of any values."""
+    """Return configurations with random values."""
     parts = [
         points_of(
             [(int(rng.integers(4)), int(rng.integers(1, 65)), int(rng.choice([1, 2, 4])))],
@@ -161,7 +162,7 @@ def drawn(rng: np.random.Generator, count: int) -> Points:
 
 
 def truth_of(rng: np.random.Generator, *tables: Points, scale: float = 1.0) -> list[Array]:
-    """Logarithms of seconds in a world that the prior describes; residuals are `scale` as large."""
+    """Return log seconds in a world that the prior describes, with residuals scaled by `scale`."""
     points = Points.join(tables)
     theta = PRIOR.mean + np.minimum(np.sqrt(PRIOR.variance), 0.7) * rng.normal(size=len(FACTORS))
     covariance = PRIOR.covariance(points, points, Scales(scale))
@@ -185,7 +186,7 @@ def test_another_machine_is_learned_from_noisy_trials(seed: int) -> None:
 
 @pytest.mark.parametrize("sd", [0.01, 0.03, 0.1])
 def test_run_to_run_variation_is_noise_and_no_residual(sd: float) -> None:
-    """The same few configurations, measured again and again."""
+    """A few configurations are measured again and again."""
     rng = np.random.default_rng(0)
     table = drawn(rng, 6)
     [true] = truth_of(rng, table)
@@ -205,7 +206,7 @@ def test_residuals_are_as_large_as_measurements_say() -> None:
 
 
 def test_what_a_switch_does_in_one_place_it_does_elsewhere() -> None:
-    """As in the missing corner of a square of which three corners are known."""
+    """The fourth corner of a square follows from three known corners."""
     rows = [(1, 8.0, 1.0)], [(2, 16.0, 1.0)]
     table = Points.join([points_of(rows[0]), points_of(rows[0], values=(1, 0)), points_of(rows[1])])
     log_s = np.log(PRIOR.terms(table).seconds(PRIOR.mean)) + np.array([0.0, 0.3, 0.05])
@@ -264,7 +265,7 @@ def test_tails_of_the_expected_gain() -> None:
 
 
 def test_an_auto_bucket_has_the_size_that_a_trainer_gives_it() -> None:
-    """A model of hidden size 1,024 has buckets of its square, where DeepSpeed's have 5e8."""
+    """With hidden size 1,024, a bucket has its square as size; DeepSpeed's default is 5e8."""
     trained, buckets = replace(JOB, hidden_size=1024), {"reduce_bucket_size": "auto"}
     square = {"reduce_bucket_size": 1024**2}
     assert np.array_equal(work(trained, Strategy(2), buckets), work(JOB, Strategy(2), square))

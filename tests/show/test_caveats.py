@@ -1,4 +1,4 @@
-"""What the verdict says first of a configuration that likely trains wrongly."""
+"""What the verdict says first about a configuration that likely trains wrongly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from testing.world import Failure, Finding, World
 
 
 def test_wrong_gradients_of_your_own_configuration_come_first(tmp_path: Path) -> None:
-    """Whatever the search says of its speed."""
+    """They come before any result on speed."""
     user = User(tmp_path, World(effects={"z1": 1.5, "z2": 1.5}))
     user.has({"train_batch_size": 4, "train_micro_batch_size_per_gpu": 4})
     user.tunes("--max-trials", 4, "--finals", 0, "-z", 1, 2, "--run-dir", "run", method="random")
@@ -24,7 +24,7 @@ def test_wrong_gradients_of_your_own_configuration_come_first(tmp_path: Path) ->
 
 
 def test_your_configuration_is_not_compared_with_itself(tmp_path: Path) -> None:
-    """Nothing but it was measured, and some of its steps took far longer."""
+    """Nothing else was measured, and some of its steps took far longer."""
     late = Finding({"kind": "baseline"}, late=(3, 6, 9))
     others = Failure("INVALID", {"kind": "search"}, "fails")
     user = User(tmp_path, World(findings=(late,), failures=(others,)))

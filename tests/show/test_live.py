@@ -1,4 +1,4 @@
-"""The table on a terminal while something runs."""
+"""The live table on a terminal during a search."""
 
 from __future__ import annotations
 

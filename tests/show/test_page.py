@@ -19,7 +19,7 @@ MICRO, STAGE = "train_micro_batch_size_per_gpu", "zero_optimization.stage"
 
 
 class Parts(HTMLParser):
-    """Rows of the tables, and specifications of the plots."""
+    """The rows of the page's tables, and the specifications of its plots."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Parts(HTMLParser):
         return found
 
     def layer(self, name: str) -> list[dict[str, Any]]:
-        """Return the rows of a layer of a plot; empty if there is none."""
+        """Return the rows of a plot's layer; empty if there is no such layer."""
         layers = [each for plot in self.plots for each in plot.get("layer", [])]
         found = (each["data"]["values"] for each in layers if each.get("name") == name)
         return next(found, [])
@@ -55,7 +55,7 @@ class Parts(HTMLParser):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[User, Told, Parts]:
-    """A search without predictions of memory, so that some trials run out of it."""
+    """Run a search without memory predictions, so that some trials run out of memory."""
     user = User(tmp_path_factory.mktemp("ran"), World(slots=2, effects={"z2": 0.9}))
     user.has()
     with pytest.MonkeyPatch.context() as patch:

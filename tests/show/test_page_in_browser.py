@@ -1,4 +1,4 @@
-"""The report in a real browser: headless Chromium, driven through its own driver."""
+"""The report in a real browser: headless Chromium, driven by Selenium."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[User, Told]:
-    """A search whose script fails with hostile words, and out of memory at times."""
+    """Run a search whose script fails with a hostile message, and sometimes out of memory."""
     world = World(failures=(Failure("ERROR", {"stage": 3}, HOSTILE),))
     user = User(tmp_path_factory.mktemp("ran"), world)
     user.has()
@@ -36,7 +36,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[User, Told]:
 
 
 def opened(browser: Any, user: User) -> None:
-    """Opens a run's page, and waits until all plots are drawn."""
+    """Open a run's page, and wait until all plots are drawn."""
     browser.get_log("performance")
     browser.get((user.folder / "run" / "report.html").as_uri())
     WebDriverWait(browser, 60, poll_frequency=0.05).until(
@@ -45,7 +45,7 @@ def opened(browser: Any, user: User) -> None:
 
 
 def texts_of(browser: Any, selector: str) -> list[str]:
-    """The texts of what is shown, by what the browser lays out."""
+    """Return the texts of the elements that the browser shows."""
     code = (
         "return [...document.querySelectorAll(arguments[0])]"
         ".filter((e) => e.checkVisibility()).map((e) => e.innerText)"

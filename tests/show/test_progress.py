@@ -1,4 +1,4 @@
-"""What is shown while a search goes on, and how long it takes."""
+"""What users see during a search, and how long it takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of `dsat watch` without a browser: who may read what, and when it changes."""
+"""The page of `dsat watch` without a browser: who may read it, and when it changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from testing.made_up_runs import serving, write_run
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str, Run]]:
-    """Return a run's folder, the address of its page, and the run, of which a trial is running."""
+    """Serve a run with a running trial; yield its folder, the URL of its page, and the run."""
     folder = tmp_path_factory.mktemp("runs") / "model-1"
     write_run(folder, trials=12)
     lines = (folder / "journal.jsonl").read_text().splitlines(keepends=True)
@@ -36,7 +36,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str
 
 
 def answer(url: str, headers: dict[str, str] | None = None, **more: Any) -> tuple[int, str, Any]:
-    """Return status, text and headers."""
+    """Request a URL; return status, text and headers."""
     request = urllib.request.Request(url, headers=headers or {}, **more)
     try:
         with urllib.request.urlopen(request, timeout=60) as found:
@@ -46,7 +46,7 @@ def answer(url: str, headers: dict[str, str] | None = None, **more: Any) -> tupl
 
 
 def test_the_page_is_for_browsers_of_this_machine(served: tuple[Path, str, Run]) -> None:
-    """It answers by its own name alone, and may load nothing from elsewhere."""
+    """The server answers only to its own name, and the page may load nothing from elsewhere."""
     _, url, _ = served
     assert url.startswith("http://127.0.0.1:")
     status, _, headers = answer(url)

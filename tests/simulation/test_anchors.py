@@ -1,4 +1,4 @@
-"""What is simulated before a search, with a script that answers at once."""
+"""The simulations before a search, with a script that answers at once."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_strategy_that_cannot_be_simulated_costs_the_others_nothing(lost: set[
 def test_what_has_plenty_of_room_is_not_simulated(
     largest: int, bytes_per_sample: int, note: str
 ) -> None:
-    """Nor where no simulation is to be had. Far from what ran, a script may need more."""
+    """Other cases ask for a simulation, as a script may need more memory far from what ran."""
     profile = replace(PROFILE, activation_bytes_per_sample=bytes_per_sample)
     host = FakeSimulationHost(FACTS, by_formula(FACTS), fails_early="no GPU here")
     basis = basis_of(host, profile=profile, max_micro_batch=largest)
@@ -110,7 +110,7 @@ def test_where_memory_is_no_line_it_is_simulated_where_it_ends() -> None:
 def test_a_late_answer_is_not_taken_for_that_to_the_next_question(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Stage 3 is answered only once the next question has come."""
+    """Stage 3 is answered only after the next question has arrived."""
     monkeypatch.setattr("dsat.simulation.client._PATIENCE_S", 0.0)
     plain, next_came = by_formula(FACTS), threading.Event()
 
@@ -156,7 +156,7 @@ def test_what_cannot_be_simulated_is_predicted_by_formula(failing: str) -> None:
 
 
 def test_switches_of_the_model_cost_two_passes_each() -> None:
-    """A recomputing model keeps a quarter; what else a switch does leaves memory as it is."""
+    """With recomputation, a model keeps a quarter; the other switches do not change memory."""
     host = FakeSimulationHost(FACTS, by_formula(FACTS))
     found = {
         "gradient_checkpointing": ScriptSwitch((False, True), in_arguments=True),

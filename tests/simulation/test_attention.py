@@ -1,4 +1,4 @@
-"""The attention kernel on a CPU, by torch's own choice."""
+"""Attention on a CPU in a simulation, with torch's own choice of kernels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_kernel_is_the_one_that_torch_takes(
 
 
 def test_a_mask_that_is_trained_gets_a_gradient() -> None:
-    """The relative positions of T5."""
+    """An example is the relative positions of T5."""
     query = torch.randn(1, 2, 4, 8)
     mask = torch.randn(1, 2, 4, 4, requires_grad=True)
     expected = torch.nn.functional.scaled_dot_product_attention(query, query, query, mask)

@@ -1,4 +1,4 @@
-"""The script's model and optimizer, as the simulation knows them."""
+"""The script's model and optimizer, as the simulation uses them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dsat.simulation.protocol import Question
 
 
 class Own(Adam):
-    """An Adam that may hold anything."""
+    """A subclass of Adam, whose states dsat cannot know."""
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_what_was_there_before_the_engine_is_no_batch() -> None:
 def test_a_batch_older_than_the_engine_is_rescaled(
     by_keyword: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with several rows per sample, and passed by keyword."""
+    """This also holds for several rows per sample, and for keyword arguments."""
     pairs = torch.ones(26, 4)
     config = {"train_micro_batch_size_per_gpu": 13}
     borrowed = BorrowedModel(lambda **_: None, {"model": torch.nn.Linear(2, 2)}, config)

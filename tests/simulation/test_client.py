@@ -51,7 +51,7 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulator]:
 @pytest.fixture(scope="module")
 def gpt_on_a_device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulator]:
     folder = tmp_path_factory.mktemp("device")
-    # Of this small model cuBLAS would need more than most of what is compared.
+    # For this small model, cuBLAS's workspace would exceed most of the compared memory.
     yield from simulator_of("gpt", folder, as_cpu=False, workspace_bytes=0)
 
 
@@ -85,7 +85,7 @@ def simulated(simulator: Simulator, *cases: dict[str, Any]) -> list[MemoryEstima
 def test_a_transformer_needs_what_was_simulated(
     gpt: Simulator, library: Path, case: dict[str, Any]
 ) -> None:
-    case = {**case, "torch_adam": True}  # DeepSpeed's own is compiled for minutes
+    case = {**case, "torch_adam": True}  # DeepSpeed's own takes minutes to compile
     real = real_peaks(library, "gpt", configuration(**case), int(case.get("slots", 1)))
     [estimate] = simulated(gpt, case)
     assert estimate.peak == pytest.approx(max(real[phase] for phase in PHASES), rel=0.002)
@@ -106,9 +106,9 @@ newest = needs("deepspeed", "0.19.8", "allocates otherwise than the closed form 
                 {"stage": 3, "offload": "optimizer param"},
                 {"stage": 3, "offload": "param"},
                 {"stage": 3, "offload": "param", "slots": 4},
-                # More than a bucket, all of which is there before any of it is reduced.
+                # More than a bucket; all of it exists before any of it is reduced.
                 {"stage": 1, "bucket": 1_000_000, "micro_batch": 1, "slots": 4},
-                # The bucket is allocated while most activations are there.
+                # The bucket is allocated while most activations exist.
                 {"stage": 2, "bucket": 60_000_000, "slots": 8},
             ],
             marks=newest,
@@ -148,7 +148,7 @@ newest = needs("deepspeed", "0.19.8", "allocates otherwise than the closed form 
     ],
 )
 def test_the_closed_form_agrees(gpt_on_a_device: Simulator, cases: list[dict[str, Any]]) -> None:
-    """Another allocation in another version of DeepSpeed shows here."""
+    """A change of allocations in another version of DeepSpeed shows here."""
     cases = [{"micro_batch": 32, "dtype": "bf16", **case} for case in cases]
     facts = {}
     for dtype in {case["dtype"] for case in cases}:
@@ -160,7 +160,7 @@ def test_the_closed_form_agrees(gpt_on_a_device: Simulator, cases: list[dict[str
         own, slots, micro_batch = facts[case["dtype"]], case.get("slots", 1), case["micro_batch"]
         config = configuration(**case)
         formula = closed_form.estimate(own, config, slots=slots, micro_batch=micro_batch)
-        # Where a partition is smaller than the largest parameter, the formula is coarser.
+        # The formula is less exact if a partition is smaller than the largest parameter.
         coarse = own.num_params / slots < own.largest_param
         assert formula.peak == pytest.approx(estimate.peak, rel=0.04 if coarse else 0.02), case
         if case["stage"] == 3:  # and the script has all parameters once
@@ -175,7 +175,7 @@ def test_the_closed_form_agrees(gpt_on_a_device: Simulator, cases: list[dict[str
 def test_a_host_holds_states_and_not_the_parameters_before_them(
     gpt_on_a_device: Simulator,
 ) -> None:
-    """ZeRO-3 with the optimizer on the host: 12 bytes a parameter, divided among the ranks."""
+    """ZeRO-3 with the optimizer on the host: 12 bytes per parameter, divided among the ranks."""
     [found] = simulated(
         gpt_on_a_device, {"stage": 3, "slots": 16, "offload": "optimizer", "dtype": "bf16"}
     )
@@ -212,7 +212,7 @@ def test_frozen_parameters_have_no_state(tmp_path: Path) -> None:
 
 
 def test_one_engine_simulates_again_and_again(tmp_path: Path) -> None:
-    """As for each setting of the script's switches; each time nothing is left of the one before."""
+    """This is done for each value of the script's switches; nothing of the last time may remain."""
     entry = "python3 train.py --model gpt --deepspeed_config ds_config.json"
     with contextlib.closing(engine_of("memory", tmp_path, entry=entry, imported=True)) as engine:
         for _ in range(2):
@@ -262,7 +262,7 @@ def test_a_trace_counts_the_flops_of_the_model_and_the_traffic_of_each_stage(
     stages = {0: configuration(0), 2: configuration(2, gas=2), 3: configuration(3)}
     stages[3]["zero_optimization"] |= {
         "stage3_param_persistence_threshold": 0,
-        "stage3_max_live_parameters": 0,  # small as the model is, it would be gathered once
+        "stage3_max_live_parameters": 0,  # otherwise, this small model would be gathered only once
         "stage3_max_reuse_distance": 0,
     }
     asked = [Question(stages[stage], 2, 4) for stage in stages]
@@ -291,7 +291,7 @@ def test_a_trace_counts_the_flops_of_the_model_and_the_traffic_of_each_stage(
     assert moved(2, "all_reduce", BACKWARD, last=True) == exactly
     assert moved(2, "all_reduce", BACKWARD, last=False) == exactly
     assert moved(2, "all_gather", STEP) == exactly
-    # Stage 3 gathers in both passes, beside the kernels; so often, a shared parameter twice.
+    # Stage 3 gathers in both passes, in parallel to kernels, and a shared parameter twice in each.
     assert moved(3, "reduce_scatter", BACKWARD, overlapped=True) == exactly
     for phase in (FORWARD, BACKWARD):
         assert 0.7 * whole < moved(3, "all_gather", phase, overlapped=True) < 1.5 * whole

@@ -1,4 +1,4 @@
-"""Models of transformers configurations: what is built of them, and what they are fed."""
+"""Models made from transformers configurations, and their inputs."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_refusal_does_not_blame_fake_parameters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("message", ["Resource temporarily unavailable", "out of memory"])
 def test_a_limit_of_memory_is_named_whatever_meets_it(tmp_path: Path, message: str) -> None:
-    """A thread of autograd has no room for its stack, say."""
+    """For example, a thread of autograd has no room for its stack."""
     server = SimulationServer(tmp_path)
     server._limit_bytes = 916 * 2**20
     error = RuntimeError(message) if "Resource" in message else MemoryError(message)

@@ -1,4 +1,4 @@
-"""Models that are built without the memory of their parameters."""
+"""Models that are built without memory for their parameters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fakes() -> Iterator[FakeParameters]:
 
 
 class Own(torch.nn.Module):
-    """Creates its parameters and buffers by hand."""
+    """A module that creates its parameters and buffers itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -61,7 +61,7 @@ def test_what_comes_of_activations_is_not_known(tokens: torch.Tensor) -> None:
     with pytest.raises(DynamicOutputShapeException):
         activations[activations > 0]
     row = tokens[1]
-    row.copy_(activations[1])  # of the whole as well
+    row.copy_(activations[1])  # a copy changes the whole tensor, too
     with pytest.raises(DynamicOutputShapeException):
         torch.nonzero(tokens)
     assert (tokens.sum().item(), activations.sum().item()) == (0, 1.0)  # of the right type
@@ -93,7 +93,7 @@ def test_what_memory_happens_to_hold_is_not_known(tokens: torch.Tensor, dtype: t
 
 
 def test_a_view_of_an_activation_has_its_storage(tokens: torch.Tensor) -> None:
-    """Against torch's own views of a tensor with values."""
+    """Compared with torch's own views of a tensor with values."""
     real, fake = torch.arange(24.0).reshape(4, 6), torch.empty(4, 6)
     views: list[Callable[[Any], Any]] = [
         lambda x: x[1:3],

@@ -1,4 +1,4 @@
-"""Kernels of Triton in a simulation."""
+"""Triton kernels in a simulation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views for each rank, at the cost of one."""
+"""Views of all ranks' parts of a tensor, at the cost of one view."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _parts(flat: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _gathered(flat: torch.Tensor) -> torch.Tensor:
-    """Join the ranks' parts of a tensor, as DeepSpeed's gathering of parameters does."""
+    """Join the ranks' parts of a tensor, as DeepSpeed does when it gathers parameters."""
     size = flat.numel() // RANKS
     rows = [flat.narrow(0, size * rank, size) for rank in range(RANKS)]
     return torch.cat([row.narrow(0, 1, size - 1) for row in rows])
@@ -42,7 +42,7 @@ def test_sizes_are_those_of_plain_torch(monkeypatch: pytest.MonkeyPatch, numbers
 
 
 def test_other_views_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of the same size, of which there is not one for each rank, are different tensors."""
+    """Parts of equal size are different tensors, unless there is one for each rank."""
     for name in ("narrow", "numel", "__getitem__"):
         monkeypatch.setattr(torch.Tensor, name, getattr(torch.Tensor, name))
     monkeypatch.setattr(torch, "cat", torch.cat)

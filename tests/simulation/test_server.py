@@ -1,4 +1,4 @@
-"""Limits of a simulation."""
+"""Limits of a simulation: CPU time and memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def computes() -> None:
 def test_a_simulation_is_limited_by_its_processor_time(
     work: Callable[[], None], status: int
 ) -> None:
-    """A machine on which others compute makes it wait, and does not end it."""
+    """On a busy machine it waits longer, which must not end it."""
     child = os.fork()
     if child == 0:
         limit_time(1.0)
@@ -43,7 +43,7 @@ def test_a_simulation_is_limited_by_its_processor_time(
 def test_a_simulation_has_enough_memory_on_a_full_machine(
     monkeypatch: pytest.MonkeyPatch, free: int, limit: int
 ) -> None:
-    """32 billion parameters take 1 GiB of addresses, of which half is used."""
+    """32 billion parameters need 1 GiB of address space, half of which is used."""
     limits: list[int] = []
     monkeypatch.setattr(host_limits, "available_bytes", lambda: free * GIB)
     monkeypatch.setattr(server, "limit_data", limits.append)

@@ -1,4 +1,4 @@
-"""Scripts of several styles, simulated; the table of all of them is benchmarks/styles.py's."""
+"""Simulations of scripts of several styles; benchmarks/styles.py makes the table of all styles."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_real_rank_needs_what_was_simulated(name: str, on_device: bool, tmp_pa
     ],
 )
 def test_what_no_cpu_trains_is_simulated(name: str, tmp_path: Path) -> None:
-    """There need not be a GPU where memory is asked for."""
+    """A memory prediction needs no GPU."""
     one = style(name)
     estimate = simulated(one, tmp_path, 4)
     assert (estimate.source, estimate.note) == ("simulated", "")
@@ -90,7 +90,7 @@ def test_what_is_compiled_is_simulated_as_it_was_written(tmp_path: Path) -> None
 
 
 def test_a_script_that_calls_its_model_itself_is_told_so_at_once(tmp_path: Path) -> None:
-    """Nobody would see which of its calls are those of the training loop."""
+    """dsat could not tell which of its calls belong to the training loop."""
     one = replace(style("engine.backward(loss)"), variant="the model itself")
     with pytest.raises(SimulationUnavailable, match="calls its model itself, and not the engine"):
         simulated(one, tmp_path, 4)

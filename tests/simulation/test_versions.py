@@ -1,4 +1,4 @@
-"""Differences between versions, on both sides of each."""
+"""Differences between versions of libraries, tested on both sides."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dsat.simulation.versions import device_types, transformers_models
 ROOT = Path(__file__).parents[2]
 NEWER = "_setup_privateuseone_for_python_backend"  # since torch 2.10
 
-# A process of its own: what torch is told of its devices and operators stays.
+# Runs in a child process, as devices and operators stay registered in torch.
 OF_OLDER_TORCH = """
     import sys
     import torch
@@ -46,7 +46,7 @@ OF_OLDER_TORCH = """
 def test_a_device_is_known_to_autograd(
     version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without Python's devices the guard is compiled, once."""
+    """If torch has no devices written in Python, the guard is compiled, once."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code = textwrap.dedent(OF_OLDER_TORCH)
     for _ in range(2):
@@ -82,7 +82,8 @@ def test_a_models_type_has_the_name_that_transformers_knows(
 def test_an_installation_leaves_torch_and_deepspeed_as_they_are(
     version: tuple[str, str], tmp_path: Path
 ) -> None:
-    """By what pip would do in an environment that says it has them; needs the package index."""
+    """Checks what pip would do in an environment that claims to have them; needs the package
+    index."""
     place = tmp_path / "env"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
     [packages] = place.glob("lib/python*/site-packages")

@@ -1,4 +1,4 @@
-"""The point of a configuration: the inverse of the settings of a point."""
+"""Locating a configuration in the search space: the inverse of the settings of a point."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The search space: which settings, which values, which batch sizes."""
+"""The search space: its settings, values and batch sizes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_batch_sizes_that_go_with_a_micro_batch(
         (None, 10**8, 10**8, 8),
         (None, 99 * 10**6, 5 * 10**7, 8),
         (None, 10**5, 10**6, 8),
-        # One that holds the whole model is enough.
+        # One bucket size that holds the whole model is enough.
         (10**6, None, 10**6, 1),
         (10**6 + 1, None, 5 * 10**6, 2),
         (124 * 10**6, None, 5 * 10**8, 6),
@@ -204,7 +204,7 @@ def test_what_changes_numbers_is_searched_only_when_asked_for() -> None:
 def _sizes(
     *tune: str, config: dict[str, Any] | None = None, per_host: int = 0
 ) -> list[Parallelism]:
-    """Sizes that a search tries on 8 slots with 12 heads, one above 1 for tensor and sequence."""
+    """Return the parallelism that a search tries on 8 slots with 12 heads."""
     freedom = Freedom(tune=tune, base_config=config or {}, slots_per_host=per_host)
     space = Space(
         strategies=plain(0),
@@ -271,7 +271,7 @@ def test_every_value_of_every_setting_reaches_deepspeeds_own_configuration() -> 
         "tensor_parallel": "tensor_parallel_config",
     }
     base = {"bf16": {"enabled": True}}
-    # The engine alone reads one of them, and another one changes a third.
+    # Exceptions: only the engine reads one setting, and another setting changes a third one.
     declared = [setting for setting in SETTINGS if setting.key not in (SEQUENCE_SIZE, SEQUENTIAL)]
     for stage in range(4):
         own = [setting for setting in declared if stage in setting.stages]
@@ -342,7 +342,7 @@ def test_settings_that_turn_the_users_configuration_into_a_strategy(
 
 
 def test_defaults_are_deepspeeds_own() -> None:
-    """Those that the fields of DeepSpeedZeroConfig have in each stage."""
+    """They equal the defaults of DeepSpeedZeroConfig's fields in each stage."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     for stage in (1, 2, 3):

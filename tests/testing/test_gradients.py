@@ -1,4 +1,4 @@
-"""The installed DeepSpeed's gradients against plain torch, and the table of its known faults."""
+"""Gradients of the installed DeepSpeed, against plain torch and the table of known faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every key of DeepSpeed's `autotuning` section sets, and that a flag beats it."""
+"""What each key of DeepSpeed's `autotuning` section sets; an option overrides it."""
 
 from __future__ import annotations
 

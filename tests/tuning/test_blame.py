@@ -1,4 +1,4 @@
-"""Whose error it is, in the message of a run in which nothing ran."""
+"""Whom the message blames if no configuration of a run works."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ INSIDE_DSAT = "an error inside dsat, not of your script: KeyError"
             "z2_offload micro batch 1",
         ),
         ((Failure("ERROR", {}, INSIDE_DSAT, "Traceback"),), "a bug of dsat"),
-        # A lost host, say: the script said nothing.
+        # For example a lost host: the script reported nothing.
         ((Failure("ERROR", {}, "node-3 is lost: its supervisor has ended"),), "node-3 lost"),
     ],
 )
@@ -41,7 +41,7 @@ def test_only_what_the_script_itself_did_is_its_own(
 
 
 def test_a_model_of_which_anything_ran_is_not_said_to_be_too_large(user: User) -> None:
-    """Only the trial that found out the model's sizes fits, with another batch."""
+    """Only the profile trial fits, with another batch."""
     failures = (OOM, Failure("OOM", {"kind": "search"}, "out of memory"))
     user.world = World(failures=failures)
     user.has({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8})

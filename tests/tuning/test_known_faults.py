@@ -16,7 +16,7 @@ STAGE_2 = {"zero_optimization": {"stage": 2}}
 
 
 def install(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Install a version of DeepSpeed on the made-up machine."""
+    """Pretend that a version of DeepSpeed is installed on the made-up machine."""
     software = (f"deepspeed {version}",) if version else ()
     found = lambda world: replace(machine_of(world), software=software)  # noqa: E731
     monkeypatch.setattr(scenarios, "machine_of", found)

@@ -1,4 +1,4 @@
-"""Preparation of a run: machines, and what is refused before anything is started."""
+"""Preparation of a run: machines, and what dsat rejects before anything is started."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def _script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextlib.contextmanager
 def two_nodes(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
-    """A job of two nodes with two slots each."""
+    """Yield the hosts of a job of two nodes with two slots each."""
     yield [Host(cpu_machine(2), name, address=name) for name in ("n1", "n2")]
 
 
 @contextlib.contextmanager
 def within_a_quota(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
-    """A container on four cores, with the time of two."""
+    """Yield the host of a container on four cores, limited to the CPU time of two."""
     four = replace(cpu_machine(4), devices=("0", "1", "2", "3"))
     yield [Host(replace(four, devices=("0", "1"), threads=2, allowed=four.devices))]
 
 
 def plan_of(command: str, engine: str) -> tuple[int, int]:
-    """Return the slots of a trial, and those of each host."""
+    """Return the slots of a trial, and the slots of each host."""
     words = (*command.split(), *SCRIPT)
     wanted = Settings(method="random", command=words, engine=engine, dry_run=True)
     with prepare.prepare_run(wanted) as ready:
@@ -99,7 +99,7 @@ def test_ranks_that_are_asked_for_may_share_a_quota_of_processor_time(
     [
         ([A100, T4, A100], "0,2"),
         ([A100, ("A100", 40 * 2**30)], "0"),
-        ([A100, ("A100", 79 * 2**30)], ""),  # firmware keeps a part
+        ([A100, ("A100", 79 * 2**30)], ""),  # the firmware reserves a part
     ],
 )
 def test_devices_of_several_kinds_are_refused(

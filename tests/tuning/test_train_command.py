@@ -1,4 +1,4 @@
-"""The command that trains has the conditions of the trials."""
+"""The training command has the conditions of the trials."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ SCRIPT = "train.py --deepspeed_config ds_config.json"
 
 @pytest.fixture
 def ready(monkeypatch: pytest.MonkeyPatch) -> Prepared:
-    """A command with DeepSpeed's launcher."""
+    """Prepare a command with DeepSpeed's launcher."""
     return prepared(f"deepspeed --num_gpus 1 {SCRIPT}", FOLDER, monkeypatch)
 
 
@@ -103,7 +103,8 @@ def test_options_of_env_stay_in_front_of_the_command(ready: Prepared, tmp_path: 
 def test_a_script_that_reads_a_file_has_a_launcher_too(
     ready: Prepared, tmp_path: Path, warnings: tuple[str, ...]
 ) -> None:
-    """Also where trials ran the user's command again: dsat gave that a launcher's variables."""
+    """This includes trials that ran the user's command again, with a launcher's variables from
+    dsat."""
     (tmp_path / "ds.json").write_text("{}")
     (tmp_path / "conf.yaml").write_text("deepspeed: ds.json\n")
     command = ("python3", "train.py", "--config", "conf.yaml")
@@ -174,7 +175,7 @@ def test_a_command_that_is_run_again_has_its_scripts_arguments_replaced(
     assert line.count("--run-dir") == 1 and line.endswith(" bash run.sh .")
 
 
-BY_DSAT = "run_full_experiment=True"  # which sets what the script has no flag for
+BY_DSAT = "run_full_experiment=True"  # sets what no flag of the script can set
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def test_a_launcher_that_is_written_anew_has_the_users_devices(
 def test_what_the_scripts_code_switches_on_is_switched_off_by_dsat(
     ready: Prepared, tmp_path: Path
 ) -> None:
-    """A flag of the Trainer that is off does not undo `gradient_checkpointing_enable()`."""
+    """A Trainer flag that is off does not undo `gradient_checkpointing_enable()`."""
     ready = replace(ready, program=replace(ready.program, takes_hf_flags=True))
     for in_arguments in (False, True):
         found = {
@@ -217,7 +218,8 @@ def test_what_the_scripts_code_switches_on_is_switched_off_by_dsat(
 
 
 def test_what_the_scripts_code_decides_is_decided_by_dsat(ready: Prepared, tmp_path: Path) -> None:
-    """accelerate's file has the configuration, but TrainingArguments in code the batch sizes."""
+    """accelerate's file has the configuration, but TrainingArguments in code set the batch
+    sizes."""
     command = f"accelerate launch --config_file acc.yaml {SCRIPT}"
     started = replace(ready.program, started_by=tuple(command.split()), slots=1)
     ready = replace(ready, program=started)

@@ -1,4 +1,4 @@
-"""Files that cannot be written, folders that users may not have, and paths that are too long."""
+"""Files that cannot be written, folders that users may not use, and paths that are too long."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory and processor cores within control groups, of made-up folders."""
+"""Memory and CPU cores within control groups, in made-up folders."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JOB = "system.slice/slurmstepd.scope/job_7"
 
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to make control groups in, of a host with 4 GiB and six cores."""
+    """Make a folder for control groups of a host with 4 GiB and six cores."""
     monkeypatch.setattr(host_limits, "PROC", tmp_path / "proc")
     monkeypatch.setattr(host_limits, "CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {11, 10, 9, 8, 5, 3})
@@ -122,7 +122,7 @@ def test_there_are_as_many_cores_as_there_is_time_for(
 
 
 def test_slots_are_the_usable_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user's launcher shares out all cores among its ranks, whatever the quota."""
+    """The user's launcher divides all cores among its ranks, whatever the quota."""
     before = machine_of_cores()
     monkeypatch.setattr(host_limits, "usable_cores", lambda: [7])
     found = machine_of_cores()

@@ -1,4 +1,4 @@
-"""Text from outside: escaped, cut, and without secrets."""
+"""Text from outside: escaped, shortened, and without secrets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strategies and divisions of slots, as a dry run prints them for configurations and options."""
+"""Strategies and parallelism, as a dry run prints them for configurations and options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU, NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "/tmp"}
 
 @dataclass(frozen=True)
 class DryRun:
-    """Name of the user's own strategy, strategies to try if it does not fit, those to search.
+    """The user's own strategy, the strategies to try if it does not fit, and those to search.
 
     `3 cpu +nvme` is stage 3 with the optimizer on the CPU and parameters on NVMe. `groups` says how
     slots share samples.
@@ -34,7 +34,7 @@ class DryRun:
 
 @pytest.fixture(autouse=True)
 def _without_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do without DeepSpeed's check of each configuration, which takes seconds."""
+    """Skip DeepSpeed's validation of each configuration, which takes seconds."""
     monkeypatch.setattr(installed_deepspeed, "_stamp", lambda: None)
 
 
@@ -69,7 +69,7 @@ def _short(label: str) -> str:
         ({"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}, "z3_offload_param"),
         ({"stage": 3, "offload_param": CPU}, "z3_offparam"),
         ({"stage": 3, "offload_optimizer": NVME}, "z3_nvme"),
-        # What a stage does not have is left out.
+        # Offloading that a stage does not support is left out.
         ({"stage": 2, "offload_param": CPU}, "z2"),
         ({"stage": 0, "offload_optimizer": CPU}, "z0"),
         ({"stage": 2, "offload_optimizer": None}, "z2"),
@@ -90,16 +90,16 @@ FP32 = {"bf16": {"enabled": False}}
         # Stage 1 holds all gradients before it reduces them.
         (8, {"stage": 1}, {}, "", "2, 2 cpu, 3, 3 cpu, 3 cpu +cpu"),
         (8, {"stage": 0}, {}, "", "1, 2, 2 cpu, 3, 3 cpu, 3 cpu +cpu"),
-        # Two slots share so little that stage 3 needs more than the optimizer on the host saves.
+        # With two slots, stage 3 needs more memory than stage 2 with the optimizer on the host.
         # In bf16 the optimizer step needs more than the gradients of stage 1.
         (2, {"stage": 1}, {}, "", "2 cpu, 3 cpu, 3 cpu +cpu"),
         (2, {"stage": 1}, FP32, "", "2, 2 cpu, 3 cpu, 3 cpu +cpu"),
         (4, {"stage": 1}, {}, "--zero-stages 1 2", "2, 2 cpu"),
-        # It begins where the user is.
+        # The list begins with the user's strategy.
         (8, {"stage": 3, "offload_optimizer": CPU}, {}, "", "3 cpu +cpu"),
         (8, {"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}, {}, "", ""),
         (1, {"stage": 1}, {}, "--nvme-path /tmp", "2 cpu, 3 cpu, 3 cpu +cpu, 3 nvme +nvme"),
-        # What the user fixed stays. The step of stage 3 takes its state group by group.
+        # Settings that the user fixed stay. The step of stage 3 processes its state by groups.
         (1, {"stage": 1, "offload_optimizer": {"device": "none"}}, {}, "", "3"),
         (1, {"stage": 1}, {}, "--fix offload_optimizer offload_param", "3"),
     ],
@@ -144,7 +144,7 @@ def test_cores_have_no_other_memory_to_offload_to(
 
 
 def test_after_a_rung_fitted_those_above_it_are_searched_too(tmp_path: Path) -> None:
-    """NVMe is not among them: it helps only where the host's memory is short too."""
+    """NVMe is not among them, as it helps only if host memory is short, too."""
     user = User(tmp_path, World(slots=8, failures=(Failure("OOM", {"stage": [0, 1, 2]}),)))
     user.has({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}})
     told = user.tunes("--max-trials", 8, "--nvme-path", tmp_path)

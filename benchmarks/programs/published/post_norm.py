@@ -1,5 +1,8 @@
-"""A transformer as DeepSpeedExamples' training/bf16_master_weight describes it: layers with norms
-behind attention and linear parts, learned positions, and a loss outside of the model."""
+"""The transformer that DeepSpeedExamples' training/bf16_master_weight describes.
+
+Its norms follow attention and linear parts; it has learned positions, and a loss outside of the
+model.
+"""
 
 import argparse
 import json
@@ -60,7 +63,7 @@ while True:
     shape = engine.train_micro_batch_size_per_gpu(), args.length
     tokens, labels = (torch.randint(0, args.vocabulary, shape).to(engine.device) for _ in "12")
     with torch.autocast("cuda", torch.bfloat16, enabled=autocasts):
-        # As there, the logits live until the next step has its own.
+        # As in the original, the logits live until the next step replaces them.
         logits = engine(tokens)
         loss = nn.functional.cross_entropy(logits.view(-1, args.vocabulary), labels.view(-1))
     engine.backward(loss)

@@ -1,5 +1,7 @@
-"""A decoder as lsaie_project on GitHub describes it: Llama with complex rotations, norms in
-fp32, and a loss outside of the model."""
+"""The decoder that lsaie_project on GitHub describes.
+
+It is a Llama with complex rotations, norms in fp32, and a loss outside of the model.
+"""
 
 import argparse
 import json

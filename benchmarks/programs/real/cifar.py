@@ -1,4 +1,4 @@
-"""Classifies 50,000 small pictures as the first tutorials do: DeepSpeed makes the data loader.
+"""Classify 50,000 small pictures like the first tutorials, where DeepSpeed makes the data loader.
 
     deepspeed cifar.py --deepspeed
 

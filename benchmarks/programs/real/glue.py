@@ -1,4 +1,4 @@
-"""Classifies pairs of sentences with the Hugging Face Trainer, as its examples do.
+"""Classify pairs of sentences with the Hugging Face Trainer, like its examples.
 
     python3 glue.py --output_dir out --deepspeed auto.json --per_device_train_batch_size 8
 

@@ -1,8 +1,8 @@
-"""Trains a small GPT on a file of tokens, read at random places: no data loader, no epochs.
+"""Train a small GPT on a file of tokens, read at random places: no data loader, no epochs.
 
     torchrun --standalone --nproc_per_node 1 gpt.py --batch_size 12
 
-The file is made where it is missing; two layers, 64 characters of context.
+The script makes the file if it is missing. The model has two layers and 64 characters of context.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Trains a masked language model in a loop of its own, with an experiment folder and checkpoints.
+"""Train a masked language model in a hand-written loop, with an experiment folder and checkpoints.
 
     bash hello.sh
 
-Random tokens from a data loader with a collate function; a transformer of two layers.
+Random tokens come from a data loader with a collate function; the transformer has two layers.
 """
 
 from __future__ import annotations

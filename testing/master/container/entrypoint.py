@@ -1,7 +1,7 @@
-"""The entrypoint of a container, in place of the master's `entrypoint.sh`: the same steps.
+"""The entrypoint of a container: the same steps as in the master's `entrypoint.sh`.
 
-The first process of a container is forked; what it launches is a process of its own, or runs in it
-if trials are made up.
+The first process of a container is forked. It launches the trial as another process; if trials are
+made up, it runs the search runner itself.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ def main(words: Sequence[str] | None) -> None:
     """Run a trial.
 
     Args:
-        words: its experiment's entrypoint (`python3 -m MODULE WORD...`) to be run in this process.
+        words: an experiment's entrypoint (`python3 -m MODULE WORD...`) to run in this process.
+            None launches the trial as Determined does.
     """
     folder = Path(os.environ["HOSTNAME_CONTAINER_FOLDER"])
-    prctl(PR_SET_PDEATHSIG, 0)  # a kill by the fork server's end would leave the other processes
+    prctl(PR_SET_PDEATHSIG, 0)  # `end_with_the_tests` kills all processes instead
     importlib.import_module("testing.master.container.sitecustomize")
     threading.Thread(target=end_with_the_tests, daemon=True).start()
     for name, number in (("stdout.log", 1), ("stderr.log", 2)):
@@ -52,16 +53,16 @@ def main(words: Sequence[str] | None) -> None:
             fast_time.pauses = 100.0
             run_module(*words[2:])
     finally:
-        with _ending:  # or the other processes would outlive this one
+        with _ending:  # wait while `end_with_the_tests` kills the container's other processes
             pass
 
 
 def end_with_the_tests() -> None:
-    """Kill the container when the process of the tests ends, even if that was killed."""
+    """Kill the container when the tests' process ends, even if that process is killed."""
     tests = multiprocessing.parent_process()
     assert tests is not None
     wait([tests.sentinel])
-    _ending.acquire()  # until the end of this process
+    _ending.acquire()  # never released: this process ends below
     shutil.rmtree(Path(os.environ["HOSTNAME_CONTAINER_TMP"]).parent, ignore_errors=True)
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

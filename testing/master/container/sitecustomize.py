@@ -1,7 +1,7 @@
-"""Makes a container's folder what `/run/determined` and others are in a real container.
+"""Redirects `/run/determined` and other paths of a real container to a container's folder.
 
-Python imports this at its start, as the folder of this file is first on the path of a container.
-Only paths, ports, waits and the device of the packages are changed, none of what they do.
+Python imports this module when it starts, as this folder is first on a container's path. The module
+changes only paths, ports, waits and the device in the packages, not what they do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GRACE_S = os.environ.get("HOSTNAME_CONTAINER_GRACE_S", "")
 
 
 def inside(path: str) -> str:
-    """Return the place of a container's path on this machine."""
+    """Return the path on this machine for a path in a container."""
     for root, folder in (("/run/determined/workdir", "workdir"), ("/run/determined", "run")):
         if path.startswith(root):
             return f"{FOLDER}/{folder}{path[len(root) :]}"
@@ -31,7 +31,7 @@ def inside(path: str) -> str:
 
 
 def redirect_info(module: ModuleType) -> None:
-    """The info files, whose paths are defaults of arguments."""
+    """Redirect the info files, whose paths are default arguments."""
     for name in ("RendezvousInfo", "TrialInfo", "ResourcesInfo", "ClusterInfo"):
         owner = getattr(module, name)
         for function in (owner._to_file, owner._from_file.__func__):
@@ -44,13 +44,13 @@ def redirect_constants(module: ModuleType) -> None:
 
 
 def redirect_shared_fs(module: ModuleType) -> None:
-    """The mount point of the cluster's file system."""
+    """Redirect the mount point of the cluster's file system."""
     if SHARED:
         module.SHARED_FS_CONTAINER_PATH = SHARED  # type: ignore[attr-defined]
 
 
 def redirect_links(module: ModuleType) -> None:
-    """`/tmp/tensorboard`, a link that every container makes."""
+    """Redirect `/tmp/tensorboard`, a link that every container makes."""
     force = module.force_create_symlink
     module.force_create_symlink = lambda src, dst: force(  # type: ignore[attr-defined]
         inside(src), inside(dst)
@@ -58,7 +58,8 @@ def redirect_links(module: ModuleType) -> None:
 
 
 def redirect_pid_server(module: ModuleType) -> None:
-    """The sockets of launchers, named after the allocation, and their wait before the end."""
+    """Redirect launchers' sockets, named after the allocation, and shorten their wait at the
+    end."""
     read = module.read_pid_server_addr
     module.read_pid_server_addr = lambda addr: read(inside(addr))  # type: ignore[attr-defined]
 
@@ -69,12 +70,13 @@ def redirect_pid_server(module: ModuleType) -> None:
 
 
 def redirect_port(module: ModuleType) -> None:
-    """The rendezvous of DeepSpeed's launcher, which containers of one machine must not share."""
+    """Change the rendezvous port of DeepSpeed's launcher, as containers share this machine's
+    ports."""
     module.TORCH_DISTRIBUTED_DEFAULT_PORT = int(MASTER_PORT)  # type: ignore[attr-defined]
 
 
 def put_on_cpu(module: ModuleType) -> None:
-    """The device of a DeepSpeedTrial, which refuses a node without GPUs."""
+    """Put DeepSpeedTrial on the CPU, as it refuses a node without GPUs."""
 
     def _init_device(context: Any) -> None:
         import torch
@@ -86,12 +88,13 @@ def put_on_cpu(module: ModuleType) -> None:
 
 
 def expect_all_lines(module: ModuleType) -> None:
-    """The waits of dsat's runner for lines that come late, as they do from a real agent alone."""
+    """Shorten the wait of dsat's runner for late log lines: only a real agent's lines come late."""
     module._LATE_LOGS_S = (0.1, 0.1)  # type: ignore[attr-defined]
 
 
 def hide_dsat() -> None:
-    """The image has no dsat: it comes with the experiment, or not at all."""
+    """Hide the installed dsat, as a container image has none: trials must import the uploaded
+    one."""
     sys.meta_path[:] = [
         finder
         for finder in sys.meta_path

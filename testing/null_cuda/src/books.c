@@ -16,7 +16,7 @@ static struct books *books;
 static int descriptor = -1;
 static pthread_mutex_t threads = PTHREAD_MUTEX_INITIALIZER;
 
-/* A child shares the parent's description of the file, and with it the parent's lock. */
+/* Reopen the file: a child shares its parent's file description, and so its parent's lock. */
 static void in_child(void) {
     pthread_mutex_init(&threads, NULL);
     if (descriptor >= 0) {
@@ -70,7 +70,7 @@ static int has_ended(int64_t pid) {
     return end && end[1] && (end[2] == 'Z' || end[2] == 'X');
 }
 
-/* A driver frees what a process held some time after its end. */
+/* Free the memory of ended processes, some time after their end, as a driver does. */
 static void sweep(struct books *b) {
     for (int i = 0; i < MAX_ENTRIES; i++) {
         struct entry *entry = &b->entry[i];

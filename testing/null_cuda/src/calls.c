@@ -16,9 +16,7 @@ static int visible[MAX_DEVICES], num_visible, has_context[MAX_DEVICES];
 static __thread int current;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
-/* NULL_CUDA_FAULTS: `CALL#N=WHAT`, `CALL>BYTES=WHAT`, `;` between several; `@D` behind the call
- * limits it to the machine's device D, `*T` behind it to its first T times in all processes.
- * WHAT is the number of an error, `hang` or `abort`. */
+/* The rules of NULL_CUDA_FAULTS; see NullCuda.environment in testing/null_cuda/books.py. */
 static struct fault {
     char call[64], what[16];
     uint64_t from, times;
@@ -85,8 +83,8 @@ static int named(struct books *books, const char *word) {
     return -1;
 }
 
-/* As the driver reads it: devices up to the first that there is not; MIG devices only by their
- * name, and one of them at most. */
+/* Read CUDA_VISIBLE_DEVICES as the driver does: devices up to the first unknown one; MIG devices
+ * only by name, and one of them at most. */
 static void choose_devices(struct books *books) {
     const char *given = getenv("CUDA_VISIBLE_DEVICES");
     num_visible = 0;
@@ -115,7 +113,7 @@ int call_physical(int device) {
     return device >= 0 && device < num_visible ? visible[device] : -1;
 }
 
-/* As the digits of its name, which begins with GPU- or MIG-. */
+/* The 16 bytes that the hexadecimal digits after GPU- or MIG- give. */
 void call_uuid(int device, unsigned char *uuid) {
     memset(uuid, 0, 16);
     int digits = 0;
@@ -127,7 +125,7 @@ void call_uuid(int device, unsigned char *uuid) {
     }
 }
 
-/* The first use of a device makes a context on it; every use of a broken one fails. */
+/* The first use of a device makes a context on it; every use of a broken device fails. */
 int call_make_context(void) {
     int device = call_physical(current);
     if (device < 0) return NO_DEVICE;
@@ -172,7 +170,7 @@ int call_enter(const char *name, uint64_t bytes) {
     return injected(books, name, bytes);
 }
 
-/* A few thousand small copies, found by their address; a later one takes the place. */
+/* A hash table of a few thousand small copies, by address; a later copy replaces an earlier one. */
 enum { PLACES = 1 << 12 };
 static struct place { const void *device; size_t bytes; void *content; uint64_t kernels; } places[PLACES];
 static uint64_t kernels;

@@ -1,4 +1,4 @@
-/* libcuda.so.1: what is not asked of the runtime. */
+/* libcuda.so.1: the driver's functions that torch does not look up through the runtime. */
 #include "calls.h"
 
 #include <stdio.h>
@@ -41,7 +41,7 @@ int cuGetProcAddress_v2(const char *name, void **f, int version, unsigned long l
 int cuGetProcAddress(const char *name, void **f, int version, unsigned long long flags) {
     return cuGetProcAddress_v2(name, f, version, flags, NULL);
 }
-/* libcaffe2_nvrtc.so is not loaded without them; compiled kernels would not do anything. */
+/* libcaffe2_nvrtc.so needs these symbols to load; kernels compiled by NVRTC cannot run here. */
 #define UNSUPPORTED(name) int name(void) { return 801; }
 UNSUPPORTED(cuDeviceGetAttribute) UNSUPPORTED(cuFuncGetAttribute) UNSUPPORTED(cuFuncSetAttribute)
 UNSUPPORTED(cuFuncSetCacheConfig) UNSUPPORTED(cuLaunchCooperativeKernel) UNSUPPORTED(cuLaunchKernel)

@@ -1,5 +1,5 @@
-/* cuBLAS and cuDNN: handles and answers to questions. Everything else of them that libtorch asks
- * for is generated when this is compiled (testing/null_cuda/build.py), and does nothing. */
+/* cuBLAS and cuDNN: functions that return handles or values. testing/null_cuda/build.py generates
+ * all others that libtorch needs; they do nothing. */
 #include "calls.h"
 
 #include <cudnn_version.h>
@@ -32,8 +32,8 @@ size_t cudnnGetCudartVersion(void) { return 13020; }
 const char *cudnnGetErrorString(int status) { return status ? "CUDNN_STATUS_EXECUTION_FAILED" : "CUDNN_STATUS_SUCCESS"; }
 void cudnnGetLastErrorString(char *text, size_t bytes) { snprintf(text, bytes, "an injected failure"); }
 
-/* One algorithm for every convolution, without a workspace. Results are 48 bytes each or less
- * (cudnnConvolutionFwdAlgoPerf_t and its like); torch reads the first. */
+/* One algorithm for every convolution, without a workspace. A result has at most 48 bytes
+ * (cudnnConvolutionFwdAlgoPerf_t and similar types); torch reads the first. */
 enum { RESULT_BYTES = 48 };
 #define ALGORITHMS(direction)                                                                      \
     int cudnnGetConvolution##direction##Algorithm_v7(void *h, void *a, void *b, void *c, void *d,  \

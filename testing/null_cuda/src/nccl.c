@@ -1,5 +1,5 @@
-/* NCCL: ranks of a communicator meet in a file. A collective waits for all of them, as a device's
- * stream would, and moves the contents of small buffers; large ones it only waits for. */
+/* NCCL: the ranks of a communicator meet in a file. A collective waits for all ranks, as a device's
+ * stream would. It moves the contents of small buffers only. */
 #define _GNU_SOURCE
 #include "calls.h"
 
@@ -152,7 +152,7 @@ static void combine(void *into, const void *other, size_t count, ncclDataType_t 
     case ncclInt64: COMBINE(int64_t) break;
     case ncclInt8: COMBINE(int8_t) break;
     case ncclUint8: COMBINE(uint8_t) break;
-    default: break; /* half types: this rank's own, as of a large buffer */
+    default: break; /* 16-bit floats: the result stays that of rank 0 */
     }
 }
 static void divide(void *values, size_t count, ncclDataType_t type, int by) {
@@ -162,8 +162,8 @@ static void divide(void *values, size_t count, ncclDataType_t type, int by) {
     }
 }
 
-/* Waits for all ranks; with `bytes` that are small, their contents are then in the meeting. A
- * buffer that nothing was copied to is one of zeros. */
+/* Waits for all ranks. If `bytes` is small, the meeting then holds the contents of all ranks; a
+ * buffer without known content counts as zeros. */
 static int exchange(const char *name, ncclComm_t comm, const void *from, size_t bytes) {
     int error = call_enter(name, 0);
     if (error) return error;
@@ -216,7 +216,7 @@ ncclResult_t ncclAllGather(const void *from, void *to, size_t count, ncclDataTyp
             memcpy(result + rank * bytes, comm->meeting->content[rank], bytes);
             if (rank) memory_write((char *)to + rank * bytes, result + rank * bytes, bytes);
         }
-        memory_write(to, result, bytes * comm->ranks); /* the first part, and the whole */
+        memory_write(to, result, bytes * comm->ranks); /* for reads of part 0, too */
         free(result);
     }
     return meet(comm);

@@ -1,4 +1,4 @@
-/* libnvidia-ml.so.1: the management library looks into the books and initialises nothing. */
+/* libnvidia-ml.so.1: the management library reads the books and initialises no device. */
 #include "books.h"
 
 #include <stdio.h>
@@ -20,7 +20,7 @@ const char *nvmlErrorString(int error) { return error ? "an error" : "success"; 
 int nvmlSystemGetDriverVersion(char *text, unsigned bytes) { snprintf(text, bytes, "580.00"); return 0; }
 int nvmlSystemGetCudaDriverVersion(int *version) { *version = 13020; return 0; }
 int nvmlSystemGetCudaDriverVersion_v2(int *version) { return nvmlSystemGetCudaDriverVersion(version); }
-/* MIG devices are parts of one physical device, which is what is counted. */
+/* Counts physical devices; all MIG devices are parts of one. */
 int nvmlDeviceGetCount_v2(unsigned *count) {
     struct books *books = books_open();
     *count = 0;

@@ -1,5 +1,5 @@
-/* The CUDA runtime: memory is address space and an entry in the books, kernels do nothing, events
- * read the host's clock. */
+/* The CUDA runtime: memory is address space and an entry in the books (books.h), kernels do
+ * nothing, events read the host's clock. */
 #define _GNU_SOURCE
 #include "calls.h"
 
@@ -136,12 +136,12 @@ const char *cudaGetErrorName(cudaError_t error) {
     return error ? "unrecognized error code" : "cudaSuccess";
 }
 
-/* -- memory: reserved address space that nobody may touch, as a device's */
+/* -- memory: reserved address space that the host cannot access, like a device's */
 
 enum { MAX_BLOCKS = 65536 };
 static struct block { void *at; size_t bytes; int device; } blocks[MAX_BLOCKS];
 static int num_blocks;
-static uint64_t held; /* by this process, of cudaMalloc and cuMemCreate */
+static uint64_t held; /* by this process, from cudaMalloc and cuMemCreate */
 
 static void note_block(void *at, size_t bytes, int device) {
     pthread_mutex_lock(&lock);
@@ -265,7 +265,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *f,
 cudaError_t cudaLaunchCooperativeKernel(const void *f, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t stream) {
     return cudaLaunchKernel(f, grid, block, args, shared, stream);
 }
-/* What nvcc of CUDA 13 makes of `<<<>>>`. */
+/* The calls into which nvcc of CUDA 13 compiles `<<<>>>`. */
 cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *f) { *kernel = (cudaKernel_t)f; return cudaSuccess; }
 cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t stream) {
     return cudaLaunchKernel(kernel, grid, block, args, shared, stream);
@@ -287,7 +287,7 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks_, const vo
     return cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks_, f, threads, shared, 0);
 }
 
-/* -- streams and events: everything is done at once */
+/* -- streams and events: all work is complete when its call returns */
 
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
     ENTER(0);
@@ -336,7 +336,7 @@ cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t begin, cudaEvent_t end) 
     return cudaSuccess;
 }
 
-/* -- the driver's functions that libtorch asks the runtime for: virtual memory */
+/* -- the driver's functions that libtorch looks up through the runtime: virtual memory */
 
 struct handle { size_t bytes; int device; };
 enum { GRANULE = 2 << 20 };
@@ -369,7 +369,7 @@ static int release(struct handle *handle) {
     return 0;
 }
 static int attribute(int *value, int which, int device) {
-    /* Virtual memory management is supported; of the rest torch asks for fabric handles and such. */
+    /* Only virtual memory management (102) is supported; torch also asks for fabric handles. */
     *value = which == 102;
     return 0;
 }

@@ -1,6 +1,6 @@
-"""A plain DeepSpeed script that trains, or misbehaves as its configuration's `behaviour` asks.
+"""A plain DeepSpeed script that trains or misbehaves, as its configuration's `behaviour` says.
 
-Behaviours with `_on_1` in their name go wrong on rank 1 only, while rank 0 trains on.
+A behaviour with ` on 1` in its name goes wrong on rank 1 only, while rank 0 trains on.
 """
 
 import argparse
@@ -37,7 +37,7 @@ def train(config: dict[str, Any], steps: int = 1000, own_batch: int | None = Non
 
 def fail_beside_others() -> None:
     write("here", os.getpid())
-    while True:  # until another trial is there, or was
+    while True:  # until another trial has written its file
         here = {int(path.read_text()) for path in FOLDER.parent.glob("*/here")} - {os.getpid()}
         if here:
             break
@@ -47,7 +47,7 @@ def fail_beside_others() -> None:
 
 
 def compile_an_operator() -> None:
-    """As DeepSpeed does it, but for the compiler: it takes its time and fails."""
+    """Build an operator as DeepSpeed does, with a slow compiler that fails."""
     from deepspeed.ops.op_builder.builder import OpBuilder
 
     class Slow(OpBuilder):  # type: ignore[misc]
@@ -92,27 +92,27 @@ def prepare_the_data() -> None:
 
 
 def leave_processes(ways: str) -> None:
-    """Starts helpers that nobody waits for, one in each way, and writes down which."""
+    """Start one helper in each way, wait for none, and write their pids to a file."""
     pids = [leave_process(how) for how in ways.split(", ")]
     write(f"left{os.environ['RANK']}.json", pids)
 
 
 def leave_process(how: str) -> int | None:
-    """Starts one; returns its number."""
+    """Start a helper; return its pid, or None if it is no process."""
     sleep = [sys.executable, "-c", "import time; time.sleep(10000)"]
     if how == "child":
         return subprocess.Popen(sleep).pid
-    if how == "worker":  # as a data loader's: forked, and left alone by whoever kills its parent
+    if how == "worker":  # like a data loader's: forked, and not killed with its parent
         worker = torch.multiprocessing.get_context("fork").Process(target=time.sleep, args=(1e4,))
         worker.start()
         return worker.pid
     if how == "session":
         return subprocess.Popen(sleep, start_new_session=True).pid
-    if how == "shared memory":  # which its creator leaves to Python's resource tracker
+    if how == "shared memory":  # Python's resource tracker must unlink it
         blocks = [shared_memory.SharedMemory(create=True, size=64) for _ in range(2000)]
         (FOLDER / "blocks.txt").write_text(" ".join(block.name for block in blocks))
         return None
-    # A daemon: in a session of its own, its parent is gone; `exec` makes it another program.
+    # A daemon: a process in a new session whose parent has ended; `exec` makes it another program.
     end, begin = os.pipe()
     between = os.fork()
     if between == 0:
@@ -131,14 +131,14 @@ def leave_process(how: str) -> int | None:
 
 
 def write(name: str, facts: Any) -> None:
-    """Whole or not at all: the test waits for the file and reads it at once."""
+    """Write a file atomically: the test waits for the file and reads it at once."""
     part = FOLDER / f"{name}.part"
     part.write_text(json.dumps(facts))
     os.replace(part, FOLDER / name)
 
 
 def train_with_workers(config: dict[str, Any]) -> None:
-    """Data come from processes of the loader's own, which the forked rank forks again."""
+    """Train with data from loader processes, which the forked rank forks."""
     model = nn.Linear(WIDTH, 1)
     engine, *_ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), config=config
@@ -157,7 +157,7 @@ def spawn_helpers() -> None:
 
 
 def refuse_segments() -> None:
-    """As vLLM's CuMemAllocator does."""
+    """Reject expandable segments, as vLLM's CuMemAllocator does."""
     segments = "expandable_segments:True" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     assert not segments, "Expandable segments are not compatible with memory pool."
 
@@ -173,7 +173,7 @@ TRAINED: dict[str, dict[str, int]] = {
     "ends between": {"steps": 6},
     "feeds its own batch": {"own_batch": 7},
 }
-# What happens before the training.
+# Actions before the training.
 DISTURBED = {
     "spawns": spawn_helpers,
     "compiles": compile_an_operator,

@@ -1,5 +1,4 @@
-"""Writes down under which conditions each rank runs, into the folder of its trial or into its own,
-and trains for some steps."""
+"""Write the conditions of each rank into its trial's folder or `HAND_DIR`, and train some steps."""
 
 import ctypes
 import gc
@@ -30,9 +29,9 @@ def mapped_blocks() -> int:
 
 
 def is_mapped(size: int) -> bool:
-    """Return whether tensors of so many bytes get mappings of their own, freed with them.
+    """Return whether a tensor of `size` bytes gets its own mapping, which is unmapped with it.
 
-    A tensor that fits into a free block of the heap goes there: the first ones fill such blocks.
+    The first tensors may still fill free blocks of the heap, so several are tried.
     """
     before, tensors = mapped_blocks(), list[torch.Tensor]()
     while mapped_blocks() == before and len(tensors) < 100:

@@ -1,4 +1,4 @@
-"""A DeepSpeedTrial in all the ways that its users write one; the configuration says which."""
+"""A DeepSpeedTrial in many variants that users write; the configuration selects one."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ FOLDER = Path(os.environ["DSAT_TRIAL_DIR"])
 
 
 class Diary(pytorch.PyTorchCallback):  # type: ignore[misc]
-    """Writes down what happened, in its order."""
+    """Writes down the events of a trial in their order."""
 
     def __init__(self) -> None:
         self.path = FOLDER / f"diary{os.environ['RANK']}.txt"
@@ -47,7 +47,7 @@ class Diary(pytorch.PyTorchCallback):  # type: ignore[misc]
 
 
 class Sum(pytorch.MetricReducer):  # type: ignore[misc]
-    """A reducer of the user's own."""
+    """A custom metric reducer."""
 
     def __init__(self) -> None:
         self.reset()

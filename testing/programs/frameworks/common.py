@@ -1,4 +1,4 @@
-"""A tiny language model, its tokenizer and its data, made on the spot."""
+"""A tiny language model, its tokenizer and its data, generated in the process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def text(number: int, length: int = 30) -> str:
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Random tokens, each row of which takes a while to load."""
+    """Rows of random tokens; loading a row takes `load_s` seconds."""
 
     def __init__(self, load_s: float = 0.0) -> None:
         self.tokens = torch.randint(0, 250, (2000, 32), generator=torch.Generator().manual_seed(0))

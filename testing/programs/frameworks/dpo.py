@@ -1,4 +1,4 @@
-"""TRL's direct preference optimization."""
+"""A script with TRL's direct preference optimization."""
 
 from common import model, text, tokenizer
 from datasets import Dataset

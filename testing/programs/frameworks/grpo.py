@@ -1,4 +1,4 @@
-"""TRL's GRPO, with a reward of its own."""
+"""A script with TRL's GRPO and a custom reward."""
 
 from common import model, text, tokenizer
 from datasets import Dataset

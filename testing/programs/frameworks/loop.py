@@ -1,6 +1,6 @@
-"""A training loop of accelerate's, by `accelerate launch` or with a plugin of its own.
+"""A training loop with accelerate, for `accelerate launch` or with its own DeepSpeed plugin.
 
-Prints its batch and stage when it has trained.
+Prints its micro batch and ZeRO stage after the training.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Makes a tiny language model with its tokenizer, and data, in the current folder."""
+"""Write a tiny language model, its tokenizer and data into the current folder."""
 
 import json
 from pathlib import Path

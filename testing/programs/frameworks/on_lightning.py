@@ -1,4 +1,4 @@
-"""Lightning's DeepSpeedStrategy, on processor cores that it takes for GPUs: it refuses others."""
+"""Lightning's DeepSpeedStrategy on CPU cores, declared as GPUs because it rejects other devices."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""A training loop of DeepSpeed's: compiled, with a slow data set or loader workers, if asked to."""
+"""A training loop with DeepSpeed; options compile it, slow its data set or add loader workers."""
 
 import argparse
 

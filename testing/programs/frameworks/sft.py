@@ -1,4 +1,4 @@
-"""TRL's supervised fine-tuning."""
+"""A script with TRL's supervised fine-tuning."""
 
 from common import model, text, tokenizer
 from datasets import Dataset

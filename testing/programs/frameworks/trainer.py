@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, which saves its model; with --lora of PEFT's LoRA."""
+"""Hugging Face's Trainer, which saves its model; `--lora` trains PEFT's LoRA."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer script of Determined's, with its callback and the helpers of dsat."""
+"""A Hugging Face Trainer script for Determined, with its callback and dsat's helpers."""
 
 import sys
 from typing import Any

@@ -1,7 +1,7 @@
-"""The same with all arguments in the code, and what a real training does besides its steps.
+"""A Trainer script with all arguments in its code; it evaluates, saves, reports and resumes.
 
-Variables: `OUTPUT_DIR`, from whose checkpoints it goes on if it exists; `LOAD_S`, how long a row
-takes to load.
+Variables: `OUTPUT_DIR`, the output folder, from whose checkpoints training resumes if it exists;
+`LOAD_S`, the seconds that loading a row takes.
 """
 
 import json
@@ -22,7 +22,7 @@ CONFIG["scheduler"]["params"] |= dict.fromkeys(
 
 @dataclass
 class Arguments(TrainingArguments):  # type: ignore[misc]
-    """With a method of its own around the Trainer's, as trl's classes have."""
+    """Arguments with a `__post_init__` that wraps the Trainer's, as trl's classes have."""
 
     def __post_init__(self) -> None:
         self.weight_decay = 0.01

@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer script as users have it: no Determined and no dsat in it."""
+"""A Hugging Face Trainer script as users write it: without Determined and without dsat."""
 
 import json
 import os
@@ -20,14 +20,14 @@ from transformers import (
 
 @dataclass
 class DataArguments:
-    """The script's own arguments, beside the Trainer's."""
+    """The script's own arguments, in addition to the Trainer's."""
 
     samples: int = field(default=1024)
     record: str = field(default="", metadata={"help": "file for what the model saw"})
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Random tokens, the same in every process, each row of which takes a while to load."""
+    """Random tokens, the same in every process; loading a row takes `load_s` seconds."""
 
     def __init__(self, samples: int, load_s: float = 0.0) -> None:
         generator = torch.Generator().manual_seed(0)

@@ -1,6 +1,7 @@
-"""A plain DeepSpeed script that no argument tells its configuration.
+"""A plain DeepSpeed script that no command-line argument configures.
 
-How it passes its own to DeepSpeed, the trial's configuration says, or the variable `WAY`.
+How it passes its configuration to DeepSpeed depends on the trial's `behaviour`, or else on the
+variable `WAY`.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The boundary of accumulation is set by hand, and steps are made there alone."""
+"""Set the boundary of gradient accumulation by hand, and step only there."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Subcommands and arguments by click."""
+"""Subcommands and arguments, parsed by click."""
 
 import click
 import deepspeed

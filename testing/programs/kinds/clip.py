@@ -1,4 +1,4 @@
-"""CLIP: two towers, whose features are gathered from all ranks."""
+"""CLIP: two towers whose features are gathered from all ranks."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Arguments `section.key=value`, as of OmegaConf, over a JSON file with comments."""
+"""Arguments `section.key=value`, as with OmegaConf, that override a JSON file with comments."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A GAN: an engine for each network, each with an optimizer."""
+"""A GAN: one engine, with its optimizer, for each of the two networks."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""A loop over few data, folds of a cross-validation, with accumulation by hand, or few steps."""
+"""A loop with few data, few steps, accumulation by hand, or the folds of a cross-validation."""
 
 import argparse
 import os

@@ -1,4 +1,4 @@
-"""PPO: an actor and a critic that train, and a frozen reference."""
+"""PPO: a trained actor, a trained critic and a frozen reference model, each with an engine."""
 
 import json
 import sys

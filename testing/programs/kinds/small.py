@@ -1,4 +1,4 @@
-"""A small model, its data and its configuration, and what a script says of its training."""
+"""A small model, its data and configuration, and the line that each script prints at its end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that the script spawns."""
+"""A script that spawns its ranks."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""A stream of data without a length, by two workers."""
+"""An iterable data set without a length, loaded by two workers."""
 
 import argparse
 from collections.abc import Iterator

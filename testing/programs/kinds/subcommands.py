@@ -1,4 +1,4 @@
-"""Subcommands and arguments by argparse."""
+"""Subcommands and arguments, parsed by argparse."""
 
 import argparse
 

@@ -1,4 +1,4 @@
-"""Shuffled batches of at most so many tokens, of as many samples as that takes."""
+"""Shuffled batches of at most `--max-tokens` tokens, whose number of samples varies."""
 
 import argparse
 import random

@@ -1,10 +1,10 @@
-"""A script in many ways of starting it; says how often it came to its training."""
+"""A script that tests start in many ways, and that calls `deepspeed.initialize` once."""
 
 import argparse
 import importlib.util
 import os
 
-assert importlib.util.find_spec("deepspeed") is not None  # libraries ask before they import it
+assert importlib.util.find_spec("deepspeed") is not None  # libraries check it before an import
 import deepspeed  # noqa: E402
 
 parser = argparse.ArgumentParser()

@@ -1,6 +1,6 @@
-/* Counts what torch's CPU allocator holds: blocks that libc10 asks posix_memalign for, whichever
- * thread frees them. Loaded with LD_PRELOAD. heap_peak() returns the largest amount since its last
- * call. */
+/* Counts the bytes that torch's CPU allocator holds: the blocks that libc10.so allocates with
+ * posix_memalign, until any thread frees them. Loaded with LD_PRELOAD. heap_peak() returns the maximum
+ * since its last call. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <link.h>
@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define SLOTS (1u << 20) /* of an open hash table; first_slot() gives 20 bits */
+#define SLOTS (1u << 20) /* size of an open hash table; first_slot() returns 20 bits */
 #define NEXT(i) (((i) + 1) & (SLOTS - 1))
 
 static struct {
@@ -17,7 +17,7 @@ static struct {
   size_t size;
 } blocks[SLOTS];
 static size_t current, peak;
-static uintptr_t first_of_torch, end_of_torch; /* libc10.so in memory */
+static uintptr_t first_of_torch, end_of_torch; /* addresses of libc10.so */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int (*real_memalign)(void **, size_t, size_t);
 static void (*real_free)(void *);
@@ -26,7 +26,7 @@ static unsigned first_slot(uintptr_t address) {
   return (unsigned)(((uint64_t)(address >> 6) * 0x9E3779B97F4A7C15ull) >> 44);
 }
 
-/* Fills the hole with a later block of the same run, so that no search ends at it too early. */
+/* Fills the hole with a later block of the same sequence, or a search would stop at the hole. */
 static void remove_slot(unsigned hole) {
   for (unsigned i = NEXT(hole); blocks[i].address; i = NEXT(i)) {
     unsigned home = first_slot(blocks[i].address);

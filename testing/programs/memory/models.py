@@ -1,4 +1,4 @@
-"""Models whose memory is predicted, and measured."""
+"""Models whose memory is predicted and measured."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ class GPT(nn.Module):
     def __init__(
         self, vocabulary: int, length: int, width: int, layers: int, heads: int, remat: str = ""
     ) -> None:
-        """`remat`: with what blocks are recomputed: "", "reentrant" or "non-reentrant"."""
+        """Make a GPT.
+
+        Args:
+            remat: how blocks are recomputed: "", "reentrant" or "non-reentrant".
+        """
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
@@ -61,7 +65,7 @@ class GPT(nn.Module):
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its batches and its loss, which is none of the model's."""
+    """A model and its batches; the loss is computed outside of the model."""
 
     model: Callable[[], nn.Module]
     batch: Callable[[int, torch.dtype], Batch]
@@ -91,14 +95,14 @@ def _images(model: Callable[[], nn.Module], pixels: int) -> Task:
 
 
 def _offloading() -> nn.Module:
-    """Its blocks are checkpointed by DeepSpeed, which may keep what enters them on the host."""
+    """Make a GPT whose blocks DeepSpeed checkpoints, and may offload the inputs of, to the host."""
     model = GPT(4096, 64, 256, 12, 4)
     model.offloads = True
     return model
 
 
 def _lora() -> nn.Module:
-    """Only the last block of a GPT is trained."""
+    """Make a GPT of which only the last block is trained."""
     model = GPT(4096, 64, 256, 4, 4)
     model.requires_grad_(False)
     model.blocks[-1].requires_grad_(True)

@@ -1,4 +1,4 @@
-"""Lightning's DeepSpeedStrategy."""
+"""A script with Lightning's DeepSpeedStrategy."""
 
 import json
 import warnings
@@ -32,7 +32,7 @@ for key in ("optimizer", "gradient_accumulation_steps"):  # Lightning sets them
     config.pop(key, None)
 strategy = DeepSpeedStrategy(config=config)
 trainer = lightning.Trainer(
-    accelerator="gpu",  # the strategy insists on it
+    accelerator="gpu",  # the strategy requires it
     devices=1,
     strategy=strategy,
     precision="bf16-true",

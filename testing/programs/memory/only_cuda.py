@@ -1,4 +1,4 @@
-"""A script that knows of nothing but CUDA."""
+"""A script that names CUDA as its device everywhere."""
 
 import deepspeed
 import torch

@@ -1,4 +1,4 @@
-"""Parts of the scripts of many styles: arguments, data, a small model."""
+"""Common parts of the scripts in this folder: arguments, data, a small model."""
 
 import argparse
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def arguments() -> argparse.Namespace:
 
 
 def batches(size: int) -> Iterator[torch.Tensor]:
-    """Random tokens, without end."""
+    """Yield batches of random tokens forever."""
     while True:
         yield torch.randint(0, VOCABULARY, (size, LENGTH))
 
@@ -33,7 +33,7 @@ loss_of = Task.loss
 
 
 def llama_settings() -> dict[str, Any]:
-    """Configuration of a small Llama, for transformers."""
+    """Return the configuration of a small Llama, for transformers."""
     return {
         "vocab_size": VOCABULARY,
         "hidden_size": WIDTH,

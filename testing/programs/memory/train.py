@@ -1,4 +1,5 @@
-"""Trains one of the models of `models.py` until it is stopped, in one of the ways people write."""
+"""Train a model of `models.py` until the process is stopped, in the way that `--variant`
+selects."""
 
 import argparse
 import contextlib
@@ -38,7 +39,7 @@ autocasts = torch.autocast(engine.device.type, torch.bfloat16, enabled=args.vari
 dtype = next(engine.module.parameters()).dtype
 while True:
     inputs, targets = task.batch(engine.train_micro_batch_size_per_gpu(), dtype)
-    # As many scripts do, takes `backward` before the forward pass.
+    # Like many scripts, it binds `backward` before the forward pass.
     backward = engine.backward
     with autocasts:
         outputs = called(inputs.to(engine.device))

@@ -1,4 +1,4 @@
-"""Models of transformers with DeepSpeed's own API: the variant says which."""
+"""Models of transformers, trained with DeepSpeed's own API; `--variant` selects the model."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ settings = llama_settings()
 
 
 def model_of(variant: str) -> Any:
-    """The model; what it is trained on comes from `batch_of`."""
+    """Make the model of a variant; `batch_of` makes its training data."""
     if variant == "moe":
         config = transformers.MixtralConfig(**settings, num_local_experts=4, num_experts_per_tok=2)
         return transformers.MixtralForCausalLM(config)
@@ -56,7 +56,7 @@ def batch_of(variant: str, samples: int) -> dict[str, torch.Tensor]:
         tokens[:, :16] = VOCABULARY - 1
         pixels = torch.randn(samples, 3, 64, 64)
         return {"input_ids": tokens, "labels": tokens, "pixel_values": pixels}
-    if variant == "packed":  # one row of all samples, each with positions of its own
+    if variant == "packed":  # one row with all samples, whose positions all begin at 0
         places = torch.arange(LENGTH).repeat(samples)[None]
         return {
             "input_ids": tokens.reshape(1, -1),

@@ -1,8 +1,8 @@
-"""Trains on GPUs with torch alone, and writes what a meter would: much cheaper than DeepSpeed.
+"""Train on GPUs with torch alone, and write a meter's files: much cheaper than DeepSpeed.
 
-Of the trial's configuration it knows the micro batch, and three keys of its own: `faults`, by rank
-what the null CUDA lets fail (see `NullCuda.environment`); `steps`; and `pause_s` between two steps.
-Each rank writes which device it had, and when.
+The script reads the micro batch and three further keys of the trial's configuration: `faults`, the
+faults of the null CUDA by rank (see `NullCuda.environment`); `steps`; and `pause_s`, the pause
+after each step. Each rank writes which device it used, and when.
 """
 
 import json
@@ -55,7 +55,7 @@ def main() -> None:
         write(folder, config, profile=spec["meter"]["profile"], peaks=peaks, size=size)
     if size > 1:
         dist.barrier()
-    os._exit(0)  # as a meter does once all is measured
+    os._exit(0)  # as a meter does after the measurement
 
 
 def write(
@@ -63,7 +63,7 @@ def write(
 ) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     memory = MemoryUse(allocated_bytes=peaks, reserved_bytes=peaks)
-    # As if a step took 10 ms and each sample one more.
+    # A made-up time: 10 ms for a step, and 1 ms more for each sample.
     micro_batch = config["train_micro_batch_size_per_gpu"]
     gas = config.get("gradient_accumulation_steps", 1)
     step_ms = 10.0 + gas * micro_batch

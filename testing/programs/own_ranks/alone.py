@@ -1,6 +1,7 @@
-"""A script of one rank, for commands that hand it to Python in some way of their own.
+"""A script with a single rank, for commands that start it with Python in unusual ways.
 
-Its configuration is in its code. It reads a file before anything else if a variable names a folder.
+Its configuration is in its code. If the variable SCRATCH names a folder, the script first reads
+the file `seed` there.
 """
 
 import os
@@ -13,7 +14,7 @@ import torch
 if "SCRATCH" in os.environ:
     torch.manual_seed(int((Path(os.environ["SCRATCH"]) / "seed").read_text()))
 for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}.items():
-    os.environ.setdefault(name, value)  # no launcher does
+    os.environ.setdefault(name, value)  # as no launcher sets them
 os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
 os.environ.setdefault("MASTER_PORT", "29518")
 if "no-data" in sys.argv:

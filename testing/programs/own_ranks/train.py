@@ -1,7 +1,7 @@
-"""A script that starts its two ranks itself, and takes its batches from its own configuration file.
+"""A script that starts its two ranks, and takes its batch from its own configuration file.
 
-As in torch's tutorials, the ranks meet at a port that the script has from its environment, if that
-names one. Where its configuration says so, they are forked, and rank 1 fails.
+As in torch's tutorials, the ranks meet at a fixed port, unless the environment sets MASTER_PORT. If
+the configuration has a `behaviour`, the ranks are forked, and `fails` makes rank 1 fail.
 """
 
 import argparse

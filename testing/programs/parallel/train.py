@@ -1,6 +1,7 @@
-"""A small Llama that divides its slots as the DeepSpeed configuration says.
+"""A small Llama with the tensor or sequence parallelism that its DeepSpeed configuration sets.
 
-AutoTP takes the same samples on the ranks of a group, Ulysses positions and a loss over its group.
+With AutoTP, the ranks of a group get the same samples. With Ulysses, each rank of a group gets a
+part of the positions, and the loss is that of the group.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ VOCABULARY = 256
 
 
 def samples(length: int) -> list[dict[str, torch.Tensor]]:
-    """Random tokens, the same on every rank."""
+    """Return sequences of random tokens, the same on every rank."""
     tokens = torch.randint(0, VOCABULARY, (128, length), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(length)
     return [{"input_ids": row, "labels": row, "position_ids": positions} for row in tokens]
@@ -66,7 +67,7 @@ def batches(engine: Any, config: dict[str, Any], length: int, mpu: Any) -> Itera
 
 
 def loss_of(engine: Any, batch: dict[str, torch.Tensor], mpu: Any) -> torch.Tensor:
-    # On a CPU the adapter's parts are views of whole sequences.
+    # On a CPU, the adapter's parts are views of whole sequences, so they need a copy.
     batch = {name: tensor.to(engine.device).contiguous() for name, tensor in batch.items()}
     if mpu is None:
         return engine(**batch).loss  # type: ignore[no-any-return]
@@ -74,7 +75,7 @@ def loss_of(engine: Any, batch: dict[str, torch.Tensor], mpu: Any) -> torch.Tens
     logits = engine(**batch).logits
     loss: Any = engine.module.loss_function(logits, None, VOCABULARY, shift_labels=shifted)
     group, kept = mpu.get_sequence_parallel_group(), (shifted != -100).sum()
-    # torch's differentiable all_gather takes ranks of a group for those of all, unless it is NCCL.
+    # Not torch's differentiable all_gather: without NCCL, it takes group ranks for global ranks.
     total, value = kept.clone(), (loss * kept).detach()
     for tensor in (total, value):
         distributed.all_reduce(tensor, group=group)

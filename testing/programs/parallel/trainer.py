@@ -1,4 +1,4 @@
-"""The same model in the Trainer, which asks accelerate for Ulysses by itself."""
+"""The model of `train.py` in the Trainer, which enables Ulysses through accelerate."""
 
 import tempfile
 

@@ -1,6 +1,6 @@
-"""A trial that measures nothing: it reports what a made-up machine would, after a while.
+"""A trial that measures nothing: after a while, it reports results of a made-up machine.
 
-The hyperparameter `behaviours` says, by the trial's number, how else it ends.
+The hyperparameter `behaviours` lists how trials end instead, by the trial's number.
 """
 
 import json

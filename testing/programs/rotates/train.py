@@ -1,6 +1,6 @@
-"""Changes files and empties a folder, before its engine and in its training.
+"""A script that changes files and empties a folder, before its engine and after each step.
 
-They are named after what is done to them and when, as `deleted.before`; `--make` makes them.
+A file is named after its change and its time, such as `deleted.before`; `--make` creates the files.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Makes what an earlier training left: checkpoints, weights and a link to some."""
+"""Write the files of an earlier training: checkpoints, weights and a link."""
 
 import os
 from pathlib import Path

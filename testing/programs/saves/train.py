@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints in every common way, and reports to trackers, as real scripts do."""
+"""Save and load checkpoints in every common way, and report to trackers, as real scripts do."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ from torch import save as save_tensors
 
 WIDTH = 16
 
-# Behind names that are bound to what changes files.
+# Imported after the functions above are bound, so that dsat cannot replace these names.
 import deepspeed  # noqa: E402
 import wandb  # type: ignore[import-not-found]  # noqa: E402
 from torch.utils.tensorboard import SummaryWriter  # noqa: E402
@@ -25,7 +25,7 @@ hydra.main(lambda: None)()
 
 
 class Fixed:
-    """Arguments with a configuration that cannot be set."""
+    """Arguments whose configuration cannot be assigned."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.local_rank, self._path = args.local_rank, args.deepspeed_config
@@ -38,15 +38,15 @@ class Fixed:
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=12)
 deepspeed.add_config_arguments(parser)
-parser.set_defaults(local_rank=-1)  # of a script that no launcher starts
+parser.set_defaults(local_rank=-1)  # no launcher starts this script
 options = parser.parse_args()
 args = Fixed(options)
 
-with tempfile.NamedTemporaryFile() as cache:  # of prepared data
+with tempfile.NamedTemporaryFile() as cache:  # a cache of prepared data
     torch.save(torch.ones(WIDTH), cache.name)
     assert torch.load(cache.name).sum() == WIDTH
 
-with tempfile.TemporaryDirectory() as folder:  # a model that is prepared for this training
+with tempfile.TemporaryDirectory() as folder:  # a model prepared for this training
     sizes = {"vocab_size": 8, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 1}
     GPT2Model(GPT2Config(**sizes)).save_pretrained(folder)
     prepared = GPT2Model.from_pretrained(folder)
@@ -60,7 +60,7 @@ if os.environ.get("DSAT_TRIAL_DIR") and os.environ.get("WANDB_MODE") == "disable
 _, client = engine.load_checkpoint("resumed")
 assert client["epoch"] == 3 and "module" not in client, "the script's own state"
 assert not any(weight.isnan().any() for weight in model.parameters()), "and no weights"
-with tempfile.TemporaryDirectory() as folder:  # of values that a later part reads
+with tempfile.TemporaryDirectory() as folder:  # values that a later part reads
     torch.save(torch.ones(WIDTH), f"{folder}/cache.pt")
     assert torch.load(f"{folder}/cache.pt").sum() == WIDTH
 tracked = wandb.init(project="mine", mode="online")
@@ -72,12 +72,12 @@ for step in range(options.steps):
     engine.backward(loss)
     engine.step()
     writer.add_scalar("loss", loss.item(), step)
-    rmtree("checkpoints", ignore_errors=True)  # the old ones, which make place for a new one
+    rmtree("checkpoints", ignore_errors=True)  # removes old checkpoints to make room
     engine.save_checkpoint("checkpoints")
     save_tensors(model.state_dict(), "model.pt")
     save_file(model.state_dict(), "model.safetensors")
     prepared.save_pretrained("model")
-    torch.save(model.state_dict(), "last.tmp")  # as timm does, and below as Lightning does
+    torch.save(model.state_dict(), "last.tmp")  # as in timm, and below as in Lightning
     if os.path.exists("last.pth.tar"):
         os.unlink("last.pth.tar")
     os.replace("last.tmp", "last.pth.tar")

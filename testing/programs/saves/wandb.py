@@ -1,4 +1,4 @@
-"""In place of Weights & Biases: says in which mode it would track."""
+"""A stand-in for Weights & Biases: `init` returns the mode in which it would track."""
 
 
 def init(project: str, mode: str) -> str:

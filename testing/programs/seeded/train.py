@@ -1,9 +1,9 @@
-"""A training that is the same on every run: seeded weights, each global batch's data by its step.
+"""A training that is the same in every run: seeded weights, and data that depend on the step.
 
-Which rows a rank sees in which micro step follows from the global batch alone, so stages, buckets,
-and accumulation leave the mathematics as it is. The configuration's `behaviour` names faults, each
-with its arguments, and how the loss reaches the backward pass. Each rank writes the loss of every
-micro step to `losses<rank>.jsonl`, as the script itself sees it.
+The rows of a rank in a micro step follow from the global batch alone, so stages, buckets and
+accumulation do not change the mathematics. The configuration's `behaviour` lists faults, each with
+its arguments, or a way to call the backward pass. Each rank writes the loss of every micro step, as
+the script computes it, to `losses<rank>.jsonl`.
 """
 
 import argparse
@@ -26,7 +26,7 @@ LOSSES = Path(os.environ["DSAT_TRIAL_DIR"]) / f"losses{RANK}.jsonl"
 
 
 class LanguageModel(nn.Module):
-    """Guesses the next token from the current one."""
+    """Predicts the next token from the current one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class LanguageModel(nn.Module):
 
 
 def rows(step: int, micro_step: int, size: int, gas: int) -> torch.Tensor:
-    """A rank's part of a step's global batch: every token follows from the one before it."""
+    """Return a rank's part of a step's global batch; each token determines the next one."""
     generator = torch.Generator().manual_seed(step)
     count = size * gas * RANKS
     first = torch.randint(VOCABULARY, (count, 1), generator=generator)
@@ -52,9 +52,9 @@ def rows(step: int, micro_step: int, size: int, gas: int) -> torch.Tensor:
 
 
 def forgets(engine: Any, name: str) -> None:
-    """The optimizer never sees the gradient of one parameter.
+    """Hide the gradient of one parameter from the optimizer.
 
-    On a single rank ZeRO gives the optimizer one flat tensor with all parameters in their order.
+    On a single rank, ZeRO gives the optimizer one flat tensor with all parameters in their order.
     """
     optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
     original = optimizer.step
@@ -75,7 +75,11 @@ def forgets(engine: Any, name: str) -> None:
 
 
 def races(engine: Any, every: str, rank: str = "0") -> None:
-    """On one rank, a part of some buckets is reduced before its gradients have come: it is zero."""
+    """On one rank, zero a quarter of some buckets, as if it was reduced before its gradients came.
+
+    Args:
+        every: the interval of the affected buckets.
+    """
     if int(rank) != RANK:
         return
     zero = engine.optimizer
@@ -91,7 +95,7 @@ def races(engine: Any, every: str, rank: str = "0") -> None:
 
 
 def scatters(engine: Any) -> None:
-    """Matrices that are split between ranks are no longer reduced whole for Muon (issue #7807)."""
+    """Do not reduce whole matrices for Muon, as in DeepSpeed's issue #7807."""
     zero = engine.optimizer
     original = zero.average_tensor
 
@@ -107,7 +111,8 @@ def scatters(engine: Any) -> None:
 
 
 def muon(model: LanguageModel) -> torch.optim.Optimizer:
-    """Muon for the hidden matrix, its own Adam for the rest (FusedAdam would have to be built)."""
+    """Make Muon for the hidden matrix, with its own Adam for the rest (FusedAdam needs a
+    compiler)."""
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     for parameter in model.parameters():
@@ -120,7 +125,7 @@ def muon(model: LanguageModel) -> torch.optim.Optimizer:
 
 
 def autocasts(engine: Any) -> None:
-    """The script's own mixed precision, of which the configuration knows nothing."""
+    """Add mixed precision in the script, which the configuration does not mention."""
     inside = torch.autocast(engine.device.type, torch.bfloat16)
     engine.module.forward = inside(engine.module.forward)
 
@@ -134,7 +139,7 @@ FAULTS: dict[str, Callable[..., None]] = {
 
 
 def backward_of(engine: Any, behaviour: str) -> Callable[[torch.Tensor], Any]:
-    """How the script passes a loss on."""
+    """Return the function with which the script passes a loss to the backward pass."""
     gas = engine.gradient_accumulation_steps()
     ways: dict[str, Callable[[torch.Tensor], Any]] = {
         "loss.backward": lambda loss: loss.backward(),  # type: ignore[no-untyped-call]

@@ -1,7 +1,7 @@
-"""A plain DeepSpeed script that times its own training loop, by a clock that dsat does not touch.
+"""A plain DeepSpeed script that times its own training loop, with a clock that dsat does not touch.
 
-Each rank appends one line of seconds per optimizer step to `stopwatch<rank>.jsonl`. Data take time
-to come, and rank 1 is the slower one.
+Each rank appends one line per optimizer step to `stopwatch<rank>.jsonl`, with seconds by phase.
+Loading data takes time, and rank 1 is slower.
 """
 
 import argparse
@@ -22,8 +22,8 @@ EXTRA_ON_RANK_1_S = 0.02
 STEPS = 40
 
 
-# The last measured step ends the script from inside engine.step(): when that was done, the loop
-# cannot see.
+# The last measured step ends the script from inside engine.step(), so the loop cannot see when the
+# step itself was complete.
 class End:
     at_s = 0.0
 

@@ -1,4 +1,4 @@
-"""A tiny Core API training script, as a user of Determined would write it."""
+"""A tiny Core API script, as a user of Determined would write it."""
 
 import argparse
 

@@ -1,5 +1,8 @@
-"""A Core API script whose second rank runs out of memory under the user's own configuration, and
-whose first does under all others but the profile's."""
+"""A Core API script that runs out of memory in its second step.
+
+Rank 1 does so with the user's own configuration, and rank 0 with all others. The profile trial
+runs.
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-/* What the CUDA headers need to be read by a C compiler; the wheels leave this one out. */
+/* Defines what the CUDA headers need in a C compiler; NVIDIA's wheels lack this header. */
 #pragma once
 #define __host__
 #define __device__

@@ -1,4 +1,4 @@
-"""Stands in for DeepSpeed where only the start of a training matters, and imports at once."""
+"""A stand-in for DeepSpeed that imports at once, for tests that only record how training starts."""
 
 
 def initialize(args=None, model=None, optimizer=None, model_parameters=None, config=None):  # type: ignore[no-untyped-def]

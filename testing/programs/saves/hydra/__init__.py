@@ -1,4 +1,4 @@
-"""In place of Hydra: its modules import each other and call one another as in hydra-core 1.3."""
+"""A stand-in for Hydra, with the modules and calls of hydra-core 1.3."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The output folder of a run."""
+"""Makes the output folder of a run."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
