@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 from dsat.options import POSITIVE_NUMBER, Option, at_least, search_option
 from dsat.space.locate import Point
 from dsat.space.space import Space
+from dsat.values import format as fmt
 from dsat.values.objective import Objective
 from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import BatchTriple
@@ -205,7 +206,7 @@ def stop_without_new_best(
     best, since = count_since_best(trials, objective)
     if best is None or since < patience:
         return None
-    return Stop(f"no better configuration in the last {since} trials")
+    return Stop(f"no better configuration in the last {fmt.count(since, 'trial')}")
 
 
 def count_since_best(
