@@ -16,6 +16,7 @@ from typing import Any
 from dsat.command import document
 from dsat.errors import UserInputError
 from dsat.values import parallelism
+from dsat.values.format import count
 from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import BatchTriple
 
@@ -319,7 +320,7 @@ def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> Batch
         said = ", ".join(f"{key} {value}" for key, value in given.items())
         by = f" / {SEQUENCE_SIZE}" if shared.sequence > 1 else ""
         raise UserInputError(
-            f"{said} contradict each other on {slots} devices: train_batch_size must be "
+            f"{said} contradict each other on {count(slots, 'device')}: train_batch_size must be "
             f"train_micro_batch_size_per_gpu x gradient_accumulation_steps x devices{by}",
             where=where,
             hint="Correct one of them or leave it out.",

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dsat.errors import UserInputError
+from dsat.values import format as fmt
 from dsat.values.files import home
 
 _log = logging.getLogger(__name__)
@@ -282,4 +283,4 @@ def _filter(
 
 
 def _slots_text(slots: tuple[int, ...]) -> str:
-    return f"{len(slots)} slots" if slots else "all slots"
+    return fmt.count(len(slots), "slot") if slots else "all slots"

@@ -78,7 +78,7 @@ class Submission:
         yield from describe_search(self.name, self.job.plan, at_once)
         words = hide_secrets_in_words(self.config["entrypoint"])
         yield f"the search runner's entrypoint: {shlex.join(words)}"
-        yield f"to upload: {len(self.files)} files, {fmt.memory(self.size_bytes)}"
+        yield f"to upload: {count(len(self.files), 'file')}, {fmt.memory(self.size_bytes)}"
 
 
 @dataclass(frozen=True)

@@ -184,23 +184,25 @@ class OwnCommand:
             return UserInputError(report.message, where="command")
         if not self._has_ended:
             problem = (
-                f"did not call deepspeed.initialize within {self._timeout_s:g} s (--trial-timeout)"
+                f"your command did not call deepspeed.initialize within {self._timeout_s:g} s "
+                "(--trial-timeout)"
             )
             if ranks:
                 problem += f" in all of its ranks, but in {len(ranks)} of {ranks[0].size}"
                 problem += f". Are the others on another node? {ONE_NODE.rstrip('.')}"
-        elif status := trial_result.status_of(self.running):
+        elif trial_result.status_of(self.running):
             message = next(filter(trial_result.ERROR.match, reversed(log.splitlines())), "")
             if not message and report is not None:
-                message, log = report.message, report.detail
-            problem = f"ended with exit status {status} before it called deepspeed.initialize"
+                message, log = report.message, report.detail or log
+            end = trial_result.describe_end(self.running)
+            problem = f"{end} before it called deepspeed.initialize"
             problem += " in all of its ranks" if ranks else ""
             problem += f": {message.rstrip('.')}" if message else ""
         else:
             problem = (
-                "ended without a call of deepspeed.initialize. Name a DeepSpeed configuration in "
-                "its arguments or its file; do not start the training in the background (&), nor "
-                "clear PYTHONPATH, by which dsat sees its Python processes"
+                "your command ended without a call of deepspeed.initialize. Name a DeepSpeed "
+                "configuration in its arguments or its file; do not start the training in the "
+                "background (&), nor clear PYTHONPATH, by which dsat sees its Python processes"
             )
         kept = Path(tempfile.mkdtemp(prefix="dsat-"))
         for name in log_files(0):
@@ -208,7 +210,7 @@ class OwnCommand:
                 shutil.copy(self.folder / name, kept / name)
         if not log:  # programs like make print their errors on standard output
             log = "\n".join(read_end(self.folder / log_files(0)[0])[-_LAST_LINES:])
-        return ScriptFailed(f"your command {problem}. Its log is {kept / log_files(0)[1]}", log)
+        return ScriptFailed(f"{problem}. Its log is {kept / log_files(0)[1]}", log)
 
     def _check_nodes(self) -> None:
         path = self._records / SEVERAL_NODES_FILE

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import signal
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -115,23 +115,19 @@ def _failure(running: Running, reports: list[Outcome]) -> Outcome:
 
 
 def _read_command_outcome(running: Running, reports: list[Outcome]) -> Outcome:
-    folder, status = running.folder, status_of(running)
-    number = _signal_of_rank(
-        read_end(folder / log_files(0)[1]), 0 if all(running.collect_by_rank("killed")) else status
-    )
+    folder = running.folder
+    number = signal_of_rank(running)
     if reports and number != signal.SIGKILL:
         return reports[0]
     log = log_tail(folder)
-    kind, who, how = failures.classify_text(log), "your command", f"ended with exit status {status}"
+    kind = failures.classify_text(log)
     if number == signal.SIGKILL and kind is OutcomeKind.ERROR:
-        kind, who, how = OutcomeKind.HOST_OOM, "a rank of your command", _KILLED_FOR_MEMORY
-    elif number is not None:
-        who, how = "a rank of your command", f"was killed by {signal.Signals(number).name}"
+        kind = OutcomeKind.HOST_OOM
     before_engine = not (folder / PORTS_FILE).exists()
     when = "before it called deepspeed.initialize" if before_engine else "before it was measured"
     if steps := read_steps(folder):
         when = f"after {fmt.count(steps, 'optimizer step')}, {when}"
-    message = f"{who} {how} {when}"
+    message = f"{describe_end(running)} {when}"
     return Outcome(kind, message=message, detail=log, before_engine=before_engine)
 
 
@@ -147,18 +143,30 @@ def _quote_last_line(folder: Path, shown: str) -> str:
     return f": {last}" if last and _TRACEBACK not in log else ""
 
 
-def _signal_of_rank(log: Sequence[str], status: int) -> int | None:
-    """Return the signal that ended the first failed rank; None if none did.
+def describe_end(running: Running) -> str:
+    """Return a clause on the end of the user's command: a signal or its exit status."""
+    number = signal_of_rank(running)
+    if number is None:
+        return f"your command ended with exit status {status_of(running)}"
+    if number == signal.SIGKILL:
+        return f"a rank of your command {_KILLED_FOR_MEMORY}"
+    return f"a rank of your command was killed by {signal.Signals(number).name}"
 
-    Args:
-        log: standard error in lines, including the launcher's.
-        status: exit status of the command. Signal N gives -N, 128 + N (shells), or 256 - N.
+
+def signal_of_rank(running: Running) -> int | None:
+    """Return the signal that ended the first failed rank of a command; None if none did.
+
+    Launchers log it, DeepSpeed's on standard output. The exit status of a command that a signal N
+    ended is -N, 128 + N (shells), or 256 - N.
     """
-    for line in log:
+    for line in itertools.chain(*(read_end(running.folder / name) for name in log_files(0)[::-1])):
         if found := _EXIT_OF_RANK.search(line):
             [number] = filter(None, found.groups())
             status = int(number) if found["accelerate"] is None else -int(number)
             return -status if -status in _SIGNALS else None
+    if all(running.collect_by_rank("killed")):
+        return None
+    status = status_of(running)
     if 256 - status in _CRASHES:
         return 256 - status
     return next((number for number in (-status, status - 128) if number in _SIGNALS), None)

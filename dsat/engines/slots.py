@@ -9,6 +9,7 @@ from dsat.engines.retries import is_of_device
 from dsat.engines.running import Running
 from dsat.engines.start import SIMULATION_ID, Start
 from dsat.errors import EngineError
+from dsat.values import format as fmt
 from dsat.values.outcome import Outcome
 
 _MAX_DEVICE_ERRORS = 2
@@ -101,7 +102,7 @@ class Slots:
         reasons = [f"host {self._hosts[host].name}: {why}" for host, why in self.lost.items()]
         left = len(self._hosts) - len(self.lost)
         raise EngineError(
-            f"a trial needs {self.needed} devices, and {left * self._per_host} of "
+            f"a trial needs {fmt.count(self.needed, 'device')}, and {left * self._per_host} of "
             f"{self._per_host * len(self._hosts)} still work ({'; '.join(reasons)}). Continue with "
             "--resume once they do."
         )

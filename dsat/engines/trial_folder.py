@@ -54,8 +54,8 @@ class CreatedFolders:
         self._names += read_created(folder)
 
     def remove_empty(self) -> None:
-        """Remove the empty folders, the newest first; log once the outermost of those that stay."""
-        for name in reversed(self._names):
+        """Remove the empty folders, the innermost first; log once the outermost of the others."""
+        for name in sorted(self._names, reverse=True):
             with contextlib.suppress(OSError):  # it is not empty, a link, or gone
                 os.rmdir(name)
         left = {n for n in self._names if os.path.isdir(n) and not os.path.islink(n)}

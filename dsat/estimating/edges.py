@@ -1,8 +1,8 @@
-"""Strategies that nearly fit: the missing memory, and what activation checkpointing saves."""
+"""Strategies that nearly fit, or would with activation checkpointing."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,12 @@ class Edge:
     missing_bytes: int
     saved_bytes: int = 0
 
+    @property
+    def is_worth_naming(self) -> bool:
+        """Return whether little is missing, or no more than checkpointing saves."""
+        saved = self.saved_bytes * UNCALIBRATED_MARGIN
+        return self.missing_bytes <= max(_NEAR * self.memory_bytes, saved)
+
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "strategy": self.strategy.name}
 
@@ -53,10 +59,15 @@ def missing(needed_bytes: int, memory_bytes: int) -> int:
     return round(needed_bytes * UNCALIBRATED_MARGIN) - memory_bytes
 
 
-def nearly_fitting(lines: Sequence[Line]) -> list[Edge]:
+def nearly_fitting(
+    lines: Sequence[Line], saved_bytes: Callable[[Line], int] = lambda line: 0
+) -> list[Edge]:
     """Return at most one strategy that nearly fits for each number of devices and size.
 
     It is the first of these in the usual order, if no strategy before it fits.
+
+    Args:
+        saved_bytes: saving of a line by activation checkpointing.
     """
     found: dict[tuple[int, int], Edge | None] = {}
     for line in lines:
@@ -64,7 +75,8 @@ def nearly_fitting(lines: Sequence[Line]) -> list[Edge]:
             lacking = missing(line.needed, size)
             if most:
                 found.setdefault((line.slots, size), None)
-            elif 0 < lacking <= _NEAR * size:
-                edge = Edge(line.slots, size, line.strategy, lacking)
-                found.setdefault((line.slots, size), edge)
+            elif lacking > 0:
+                edge = Edge(line.slots, size, line.strategy, lacking, saved_bytes(line))
+                if edge.is_worth_naming:
+                    found.setdefault((line.slots, size), edge)
     return [edge for edge in found.values() if edge is not None]

@@ -221,20 +221,21 @@ def _check(model: SimulatedModel, devices: EstimateSettings, candidate: _Candida
 def _candidates(model: SimulatedModel, devices: EstimateSettings) -> Iterator[_Candidate]:
     """Yield the candidates to check in turn if the user gives no configuration.
 
-    Strategies that fit by formula come first, the fastest first: unchanged, then with activation
-    checkpointing, then with pageable instead of pinned host memory, then with both. The last
-    candidate is the strategy that lacks the least memory, with both.
+    First come the strategies that fit by formula: those without offloading, then those with it in
+    pinned and in pageable host memory. Each of these is tried as the model is and with activation
+    checkpointing, the fastest first. The last is the strategy that lacks least memory with all.
     """
     [slots] = devices.slot_counts
     may_recompute = devices.activation_checkpointing is None
-    for pins, recomputes in itertools.product((True, False), (False, True)[: 1 + may_recompute]):
+    ways = ((False, True), (True, True), (True, False))  # offloads, pins
+    for (offloads, pins), recomputes in itertools.product(ways, (False, True)[: 1 + may_recompute]):
         config = model.config if pins else _unpinned(model.config)
         switches = {CHECKPOINTING: True} if recomputes else {}
         added = (_CHECKPOINTS,) * recomputes + (_UNPINNED,) * (not pins)
         with_what = f" with {' and '.join(added)}" if added else ""
         table = LineByLine(replace(model, config=config), devices, switches)
         for strategy in table.fastest_first():
-            if pins or strategy.offloads:
+            if strategy.offloads is offloads:
                 note = f"by formula {strategy.label}{with_what} fits; simulating it"
                 yield _Candidate(with_strategy(config, strategy, slots), added, note)
     nearest = min(table.lines(), key=lambda line: _lacking(line, devices)).strategy

@@ -80,7 +80,8 @@ class EstimateSettings(ModelSettings):
         "--exact",
         excludes=("--formula",),
         shell_only=True,
-        help="exit status 1 if no line of the table can be simulated",
+        help="end with exit status 1 if all lines are by formula because no simulation worked, for "
+        "scripts that need exact numbers (default: status 0)",
     )
     fits: tuple[int, int, int | None] | None = option(
         "--fits",

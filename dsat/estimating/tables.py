@@ -201,18 +201,18 @@ class LineByLine:
 
     def _edges(self, lines: Sequence[Line]) -> list[Edge]:
         """Return the strategies that nearly fit; with savings once all lines are simulated."""
-        near = edges.nearly_fitting(lines)
         at_once = self._settings.formula or self._simulated < len(self._asked)  # or interrupted
-        recomputed = self._recomputed() if near and not at_once else None
+        recomputed = None if at_once or _fit_all(lines) else self._recomputed()
         if recomputed is None:
-            return near
-        found = []
-        for edge in near:
-            config = with_strategy(self._model.config, edge.strategy, edge.slots)
-            asked = Question(config, 1, edge.slots)
+            return edges.nearly_fitting(lines)
+
+        def saved_bytes(line: Line) -> int:
+            config = with_strategy(self._model.config, line.strategy, line.slots)
+            asked = Question(config, 1, line.slots)
             now, less = (self._by_formula(facts, asked) for facts in (self._facts, recomputed))
-            found.append(replace(edge, saved_bytes=max(0, now.peak - less.peak)))
-        return found
+            return max(0, now.peak - less.peak)
+
+        return edges.nearly_fitting(lines, saved_bytes)
 
     @staticmethod
     def _by_formula(facts: ModelFacts, asked: Question) -> MemoryEstimate:
@@ -287,6 +287,11 @@ def _line(
     needed = needed_bytes(basis, config, slots)
     saved = host.saved_without_pinning(facts, config, slots=slots)
     return Line(strategy, slots, found, needed, host_bytes, saved, largest, longest)
+
+
+def _fit_all(lines: Sequence[Line]) -> bool:
+    """Return whether the first strategy in the usual order fits everywhere."""
+    return all(all(line.largest.values()) for line in lines if line.strategy == lines[0].strategy)
 
 
 def _pinning(lines: Sequence[Line]) -> list[str]:

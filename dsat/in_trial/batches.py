@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dsat.errors import InvalidTrial
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.meter_spec import MeterSpec
+from dsat.values import format as fmt
 from dsat.values.outcome import SequenceLengths
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ UNSEEN = (
     f"its model (but parts of it, perhaps): {_ASSUMED_FULL}"
 )
 OF_ITS_OWN = (
-    "the script feeds {rows} samples whatever train_micro_batch_size_per_gpu is ({micro_batch} "
+    "the script feeds {samples} whatever train_micro_batch_size_per_gpu is ({micro_batch} "
     "here): {advice}"
 )
 _ADVICE = "take the batch size from engine.train_micro_batch_size_per_gpu()"
@@ -179,9 +180,9 @@ class BatchCounter:
             return {p: d for p, d in at.items() if _size(shapes[p], d) == samples}
         if samples < self._micro_batch:
             raise InvalidTrial(
-                f"the first batch has {samples} samples, fewer than the micro batch of "
-                f"{self._micro_batch}: there are no more data on a rank, or the data loader has a "
-                "batch size of its own",
+                f"the first batch has {fmt.count(samples, 'sample')}, fewer than the micro batch "
+                f"of {self._micro_batch}: there are no more data on a rank, or the data loader has "
+                "a batch size of its own",
                 most_samples=samples,
             )
         return {}
@@ -192,7 +193,9 @@ class BatchCounter:
         flag = find_batch_flag(sys.argv[1:], rows, TRIAL.script_options)
         advice = _ADVICE_WITH_FLAG.format(flag=flag) if flag else _ADVICE
         return InvalidTrial(
-            OF_ITS_OWN.format(rows=rows, micro_batch=self._micro_batch, advice=advice),
+            OF_ITS_OWN.format(
+                samples=fmt.count(rows, "sample"), micro_batch=self._micro_batch, advice=advice
+            ),
             most_samples=rows if rows < self._micro_batch else None,
             fixed_batch=rows,
             batch_flag=flag,

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 from dsat.errors import Diverged, DsatError, InvalidTrial
 from dsat.values import format as fmt
@@ -101,6 +102,7 @@ _TRANSPARENT = tuple(
     )
 )
 _LIBRARIES = ("<", f"{Path(os.__file__).parent}{os.sep}")
+_PROGRAMS = f"{Path(sys.executable).parent}{os.sep}"  # launchers
 
 
 def classify(error: BaseException) -> OutcomeKind:
@@ -148,6 +150,15 @@ def message(error: BaseException) -> str:
     if isinstance(missing, (str, bytes)) and Path(os.fsdecode(missing)).resolve() in unwritten:
         said += ". dsat did not write it: models are not saved in trials"
     return f"{INSIDE_DSAT}: {said}" if _is_of_dsat(error) else said
+
+
+def place_in_script(frame: FrameType) -> str:
+    """Return the innermost file and line of the script in a stack; empty in a launcher."""
+    for each, line in traceback.walk_stack(frame):
+        path = each.f_code.co_filename
+        if not (path.startswith((_DSAT, *_LIBRARIES, _PROGRAMS)) or f"-packages{os.sep}" in path):
+            return f"{os.path.relpath(path)}:{line}"
+    return ""
 
 
 def classify_text(text: str) -> OutcomeKind:

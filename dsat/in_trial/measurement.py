@@ -16,6 +16,7 @@ from dsat.in_trial.batches import OWN_ACCUMULATION, OWN_BOUNDARY, STEP_ALWAYS, U
 from dsat.in_trial.meter_spec import MAX_EXTRA_STEPS, MAX_SKIPPED_STEPS, MeterSpec
 from dsat.in_trial.step_recorder import PHASES, StepMarks, StepRecorder
 from dsat.in_trial.steps import CI_TARGET, RAREST, StepTimes, steps_wanted
+from dsat.values import format as fmt
 from dsat.values.objective import Objective
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind, StepFacts
 from dsat.values.trial import FEWEST_MAY_TAKE
@@ -26,7 +27,7 @@ _WAITS = 0.03  # of a step; if waiting for data takes less, more workers gain no
 CHECK_SKIPPED_EVERY = 5  # skipped steps between two checks of the losses
 
 CONSTANT_ACCUMULATION = (
-    "each optimizer step takes {taken} micro batches, as with your own configuration, although "
+    "each optimizer step takes {taken}, as with your own configuration, although "
     "gradient_accumulation_steps is {gas} instead of {own}: accumulation is a constant of the "
     "script. Take it from the configuration, or from an option of the script with --arg-mapping "
     "gradient_accumulation_steps=--FLAG, or keep your micro batch (--min-micro-batch, "
@@ -49,8 +50,8 @@ EVALUATED = (
     "trials in which it happens to fall among the measured steps, and not in the others"
 )
 NOT_WARM = (
-    "the script ended after {steps} optimizer steps, before its device was warm, so the figures "
-    "are unreliable. Give it more data"
+    "the script ended after {steps}, before its device was warm, so the figures are unreliable. "
+    "Give it more data"
 )
 STORE_NOT_USED_UP = (
     "the data loader's workers prepare {batches} batches in advance, too many to use up within "
@@ -127,7 +128,7 @@ class Measurement:
         fewest = -int(self._ranks.maximum([-float(len(self._steps))])[0])
         if fewest >= self._next_check:
             self._steps = self._steps[-fewest:]
-            self._warn(NOT_WARM.format(steps=self.steps_seen))
+            self._warn(NOT_WARM.format(steps=fmt.count(self.steps_seen, "optimizer step")))
             self._check(is_last=True)
 
     def _warn(self, text: str) -> None:
@@ -241,7 +242,11 @@ class Measurement:
         gas, own = self._spec.gas, self._spec.own_steps
         taken = usual_micro_steps(full)
         if own is not None and taken and gas != own.gas and taken == own.micro_steps:
-            raise InvalidTrial(CONSTANT_ACCUMULATION.format(taken=taken, gas=gas, own=own.gas))
+            raise InvalidTrial(
+                CONSTANT_ACCUMULATION.format(
+                    taken=fmt.count(taken, "micro batch"), gas=gas, own=own.gas
+                )
+            )
 
     def _usable(self, agreed: list[AgreedStep], *, is_last: bool) -> list[AgreedStep]:
         """Return the full steps to use, if possible only those without compilation.
@@ -252,8 +257,9 @@ class Measurement:
         full = [step for step in agreed if not step.is_short]
         if not full:
             raise InvalidTrial(
-                f"none of {len(agreed)} optimizer steps was full: there are not {spec.gas} micro "
-                f"batches of {spec.micro_batch} samples in an epoch of the data, or the script's "
+                f"none of {len(agreed)} optimizer steps was full: there are not "
+                f"{fmt.count(spec.gas, 'micro batch')} of {fmt.count(spec.micro_batch, 'sample')} "
+                "in an epoch of the data, or the script's "
                 "accumulation is a constant. Give the script more data, drop the last batch of an "
                 "epoch (drop_last), or take accumulation from the configuration",
                 smaller_may_run=True,

@@ -78,6 +78,7 @@ def begin(folder: Path, start: Mapping[str, Any], *, is_rank: bool) -> None:
     else:
         start_record.install(folder, start, waits=True)
         TRIAL.on_uncaught = functools.partial(_report_unmeasured, folder)
+        atexit.register(_report_exit, folder)
 
 
 def get_rank(folder: Path, *, is_forked: bool = False) -> Rank:
@@ -90,7 +91,23 @@ def get_rank(folder: Path, *, is_forked: bool = False) -> Rank:
 def _report_unmeasured(folder: Path, error: BaseException) -> None:
     """Report an error before `deepspeed.initialize`, unless another process has reported one."""
     if not any(folder.glob(result_file("*"))):
-        write_outcome(folder, rank_and_size()[0], failures.outcome(error))
+        found = failures.outcome(error)
+        if isinstance(error, SystemExit):  # its traceback has no frame of the script
+            found = replace(_of_exit(error), detail="")
+        write_outcome(folder, rank_and_size()[0], found)
+
+
+def _report_exit(folder: Path) -> None:
+    """Report that the script itself, not a launcher, ended with `sys.exit` and an error."""
+    if TRIAL.exit is not None and TRIAL.exit.has_failed and TRIAL.exit.place:
+        _report_unmeasured(folder, TRIAL.exit.error)
+
+
+def _of_exit(stop: SystemExit) -> Outcome:
+    """Return the outcome of a process that ends with `sys.exit`."""
+    place = f" at {TRIAL.exit.place}" if TRIAL.exit is not None and TRIAL.exit.place else ""
+    said = f"the script ended with sys.exit({stop.code!r}){place}"
+    return replace(failures.outcome(stop), message=said)
 
 
 class Rank:
@@ -111,7 +128,6 @@ class Rank:
         self._pid = os.getpid() if is_rank else None
         self._has_engine = False
         self._is_complete = False
-        self.exit: SystemExit | None = None  # raised by `sys.exit`
         self._known, self._env = set(sys.modules), dict(os.environ)
         self._server: server.SimulationServer | None = None
         if self._spec.simulation_folder is not None:
@@ -203,11 +219,13 @@ class Rank:
     def finish(self) -> None:
         """Report the measurement or the failure of a rank whose script ended by itself."""
         self._leave_if_complete()
+        if self._pid is None:
+            _report_exit(self._folder)
         if not self.is_rank or self._spec.is_full_run:
             return
         uncaught = getattr(sys, "last_value", None)  # handled by an excepthook of the script
-        if self.exit is not None and self.exit.code not in (None, 0):
-            self.fail(self.exit)
+        if TRIAL.exit is not None and TRIAL.exit.has_failed:
+            self.fail(TRIAL.exit.error)
         elif uncaught is not None:
             self.fail(uncaught)
         if self._server is not None:
@@ -230,9 +248,7 @@ class Rank:
         refused = None if self._meter is None else self._meter.outcome
         if refused is not None and not refused.ok:
             return refused
-        return replace(
-            failures.outcome(error), message=f"the script ended with sys.exit({error.code!r})"
-        )
+        return _of_exit(error)
 
     def _find_unchanged_flag(self) -> str:
         """Return a flag that still has the user's micro batch, not the trial's; empty if none."""

@@ -18,6 +18,7 @@ from dsat.engines.machines.machine import are_close
 from dsat.engines.places import PROVIDERS
 from dsat.engines.places.base import Environment
 from dsat.errors import UserInputError
+from dsat.values import format as fmt
 
 
 @contextlib.contextmanager
@@ -145,5 +146,7 @@ def check_slots(hosts: Sequence[Host], slots: int, *, where: str) -> None:
             f"up to {most}."
         )
     raise UserInputError(
-        f"a trial needs {slots} devices, and there are {describe(hosts)}", where=where, hint=hint
+        f"a trial needs {fmt.count(slots, 'device')}, and there are {describe(hosts)}",
+        where=where,
+        hint=hint,
     )

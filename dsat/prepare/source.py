@@ -198,7 +198,8 @@ def check_ranks(program: Entrypoint, slots: int) -> None:
     """Raise UserInputError if the entrypoint names another number of ranks than `slots`."""
     if program.slots not in (None, slots):
         raise UserInputError(
-            f"starts {program.slots} ranks, but a trial has {fmt.count(slots, 'device')}",
+            f"starts {fmt.count(program.slots, 'rank')}, but a trial has "
+            f"{fmt.count(slots, 'device')}",
             where="entrypoint",
             hint="Make resources.slots_per_trial (or --devices) and the entrypoint agree.",
         )

@@ -46,8 +46,9 @@ class ProjectSettings(ModelSettings):
         "--network",
         kind=POSITIVE_NUMBER,
         metavar="GBIT",
-        help="network bandwidth per GPU in Gbit/s, about 90 %% of the nominal one (default: usual "
-        "hosts with these GPUs)",
+        help="usable bandwidth between hosts for each GPU, in Gbit/s: about 90 %% of the nominal "
+        "one. Give it if your network is faster or slower than usual (default: that of usual hosts "
+        "with these GPUs)",
     )
     train_batch_size: int | None = option(
         "--train-batch-size",

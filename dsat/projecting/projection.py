@@ -207,10 +207,16 @@ def _why(first: Row, second: Row) -> str:
         return f"{names} are about as fast: the lower stage is first."
     parts = {name: second.time.parts[name] - s for name, s in first.time.parts.items()}
     most = max(parts, key=parts.__getitem__)
-    return (
-        f"{first.strategy.label} beats {second.strategy.label} by {1000 * saved_s:.0f} ms of a "
-        f"step, {1000 * parts[most]:.0f} ms of them in {most}."
+    text = (
+        f"{first.strategy.label} beats {second.strategy.label} by {1000 * saved_s:.0f} ms of a step"
     )
+    lost_s = parts[most] - saved_s
+    if 1000 * lost_s >= 0.5:
+        return (
+            f"{text}: {1000 * parts[most]:.0f} ms less in {most}, "
+            f"{1000 * lost_s:.0f} ms more in the other parts."
+        )
+    return f"{text}, {1000 * parts[most]:.0f} ms of them in {most}."
 
 
 def _training(shown: Projection, row: Row) -> list[str]:

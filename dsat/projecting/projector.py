@@ -24,6 +24,7 @@ from dsat.search.cards import Card
 from dsat.search.speed import Points
 from dsat.show import past_runs
 from dsat.show.past_runs import PastRun
+from dsat.values import format as fmt
 from dsat.values.outcome import Metrics
 from dsat.values.parallelism import of_config as parallelism_of
 from dsat.values.trial import Trial, TrialKind
@@ -76,7 +77,7 @@ def _check_slots(traced: Traced, count: int) -> None:
     shared = traced.parallelism.shared
     if count % shared:
         raise UserInputError(
-            f"{count} cards are no multiple of the {shared} that share a sample by your "
+            f"{fmt.count(count, 'card')}: no multiple of the {shared} that share a sample by your "
             "configuration (autotp_size, sequence_parallel_size)",
             where="--to",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,7 @@ from dsat.space.locate import Location, Locator
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import Plan
 from dsat.space.space import Space
+from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 
 _SOURCES = {
@@ -208,7 +210,7 @@ class _Observations:
                     note=proposal.note,
                 )
             )
-        return found
+        return _blame_micro_batches(found)
 
     def location(self, trial: Trial) -> Location | None:
         return self._locator.locate(trial.overrides, trial.script_args, trial.batch)
@@ -234,3 +236,32 @@ class _Observations:
             arm=trial.lineage,
             note=trial.note,
         )
+
+
+def _blame_micro_batches(observations: list[Observation]) -> list[Observation]:
+    """Mark errors that larger micro batches cause, so that searches try smaller ones.
+
+    Above all micro batches that ran, an error of settings that ran is not the settings' fault.
+    Neither are errors of other settings there whose message differs in numbers only.
+    """
+    ran = [each for each in observations if each.outcome is not None and each.outcome.ok]
+    largest = max((each.batch.micro_batch for each in ran), default=0)
+    sound = {(each.point.branch, each.point.index) for each in ran if each.point is not None}
+    errors: list[tuple[int, Outcome, str]] = []  # position, outcome, and message without numbers
+    causes = set()
+    for position, each in enumerate(observations):
+        outcome, point = each.outcome, each.point
+        if outcome is None or outcome.kind is not OutcomeKind.ERROR or point is None:
+            continue
+        if each.batch.micro_batch > largest:
+            message = re.sub(r"\d+", "", outcome.message)
+            errors.append((position, outcome, message))
+            if (point.branch, point.index) in sound:
+                causes.add(message)
+    marked = list(observations)
+    for position, outcome, message in errors:
+        if message in causes:
+            most = marked[position].batch.micro_batch - 1
+            too_large = replace(outcome, smaller_may_run=True, most_samples=most)
+            marked[position] = replace(marked[position], outcome=too_large)
+    return marked

@@ -168,7 +168,7 @@ class Arms:
         outcomes = [each.outcome for each in observations if each.outcome is not None]
         limits = [each.most_samples for each in outcomes if each.most_samples is not None]
         self._most_samples: float = min(limits, default=math.inf)
-        self._timed_out = [math.inf for _ in self.branches]  # smallest that timed out, by branch
+        self._too_large = [math.inf for _ in self.branches]  # smallest that time or errors exclude
         self._largest = math.inf  # largest micro batch that ran, while throughput still grows
         if problem.ramp:
             self._limit_growth(observations)
@@ -184,7 +184,7 @@ class Arms:
         """
         ran: defaultdict[tuple[int, int], dict[int, tuple[float, float]]] = defaultdict(dict)
         objective = self.problem.objective
-        timed_out: defaultdict[int, list[int]] = defaultdict(list)
+        too_large: defaultdict[int, list[int]] = defaultdict(list)
         for each in observations:
             point, outcome = each.point, each.outcome
             if point is None or outcome is None or each.source is Source.FINAL:
@@ -194,11 +194,14 @@ class Arms:
                 rate = objective.log_value(value), outcome.metrics.standard_error
                 ran[point.branch, point.index][size] = rate
             elif outcome.kind is OutcomeKind.TIMEOUT and size > self._sizes[0]:
-                timed_out[point.branch].append(size)
-        for branch, sizes in timed_out.items():
+                too_large[point.branch].append(size)
+            elif outcome.kind is OutcomeKind.ERROR and outcome.smaller_may_run:
+                for branch in range(len(self.branches)):
+                    too_large[branch].append(size)
+        for branch, sizes in too_large.items():
             # A timeout below a micro batch that ran in this branch has another cause than its size.
             most = max((max(ran[key]) for key in ran if key[0] == branch), default=0)
-            self._timed_out[branch] = min((s for s in sizes if s > most), default=math.inf)
+            self._too_large[branch] = min((s for s in sizes if s > most), default=math.inf)
         self._largest = max((size for sizes in ran.values() for size in sizes), default=math.inf)
         for rates in ran.values():
             for small, large in itertools.pairwise(sorted(rates)):
@@ -258,7 +261,7 @@ class Arms:
     def _next_step(self, arm: Arm) -> int:
         """Return the position of the next step up from the largest that ran; -1 for no limit."""
         end, largest = arm.sizes[arm.hi], self._largest
-        failed = min(self.branches[arm.branch].least_failed, self._timed_out[arm.branch])
+        failed = min(self.branches[arm.branch].least_failed, self._too_large[arm.branch])
         is_safe = math.isinf(failed)
         if end > _STEP_UP * largest or (end >= 2 * largest and is_safe):
             return min(arm.hi, self._position(_STEP_UP * largest))
@@ -323,7 +326,7 @@ class Arms:
         if arm is None:
             settings = self.problem.space.branches[branch].settings(index)
             arm = Arm(branch, index, settings, self._sizes, self._highest(settings))
-            arm.limit(min(self._most_samples, self._timed_out[branch] - 1))
+            arm.limit(min(self._most_samples, self._too_large[branch] - 1))
             self.known[branch, index] = arm
         return arm
 

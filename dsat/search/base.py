@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 from dsat.options import POSITIVE_NUMBER, Option, at_least, search_option
 from dsat.space.locate import Point
 from dsat.space.space import Space
+from dsat.values import format as fmt
 from dsat.values.objective import Objective
 from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import BatchTriple
@@ -19,8 +20,9 @@ from dsat.values.zero_strategy import Strategy
 EXHAUSTED = "every configuration was tried"
 RANGE_FACTOR = search_option(
     "--search-range-factor",
-    "search up to the largest micro batch that is predicted to fit, times X; by default up to "
-    "where more samples are no longer faster",
+    "search all micro batches from the beginning, up to X times the largest predicted to fit. "
+    "1 is the predicted range; raise X if the predictions are too high (default: raise micro "
+    "batches step by step, while more samples are faster)",
     kind=POSITIVE_NUMBER,
 )
 
@@ -205,7 +207,7 @@ def stop_without_new_best(
     best, since = count_since_best(trials, objective)
     if best is None or since < patience:
         return None
-    return Stop(f"no better configuration in the last {since} trials")
+    return Stop(f"no better configuration in the last {fmt.count(since, 'trial')}")
 
 
 def count_since_best(

@@ -76,7 +76,8 @@ class ASHASearch(ArmSearch):
         ),
         "early_stopping": search_option(
             "--asha-early-stopping",
-            "smallest rate of early stopping (`s` in arXiv:1810.05934)",
+            "give each configuration divisor^N times as many trials before the first ones are "
+            "dropped. Raise N if good ones are dropped too early (`s` in arXiv:1810.05934)",
             kind=at_least(0),
             default=0,
         ),

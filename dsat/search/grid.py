@@ -44,9 +44,9 @@ class GridSearch(Search):
     options: ClassVar[Mapping[str, Option]] = {
         "num_micro_batches": search_option(
             "--num-micro-batches",
-            "try at most N micro batches of each setting that run (default: all). They begin with "
-            "the smallest where only divisors of --train-batch-size are allowed, else with the "
-            "largest power of two that should fit",
+            "go on to the next settings after N micro batches that ran: a small N compares more "
+            "settings (default: try all micro batches). The first is the largest power of two that "
+            "should fit, or the smallest divisor of a fixed --train-batch-size",
             kind=at_least(1),
         ),
         "early_stopping": early_stopping(

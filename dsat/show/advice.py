@@ -42,6 +42,7 @@ def advise_batch(run: Run) -> list[str]:
     if run.batch_flag.is_guess:
         return [f"Micro batch: {flag} may have to follow it. Add {mapping}{flag}."]
     if fixed is not None and not flag:
+        fed = fmt.count(fixed.fixed_batch or 0, "sample")
         advice = (
             "Take it from engine.train_micro_batch_size_per_gpu(), or name the script's flag: "
             f"{mapping}FLAG."
@@ -52,8 +53,8 @@ def advise_batch(run: Run) -> list[str]:
             *_, (flag, message) = run.batch_flag.refused.items()
             advice = f"With {flag}: {message}."
         return [
-            f"Micro batch: not searched, because the script feeds {fixed.fixed_batch} samples "
-            f"whatever the configuration says. {advice}"
+            f"Micro batch: not searched, because the script feeds {fed} whatever the configuration "
+            f"says. {advice}"
         ]
     if run.profiled is not None and keeps_micro_batch(plan, run.profiled):
         return [

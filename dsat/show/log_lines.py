@@ -82,6 +82,6 @@ def _describe_trial(run: Run, trial: Trial, outcome: Outcome) -> str:
     # During finals, the best changes back and forth with each pair, so it is not shown.
     best = ""
     if run.best is not None and trial.kind is not TrialKind.FINAL:
-        best = f"; best {run.best.name}"
+        best = f"; recommended so far: {run.best.name}"
     count = f"[{len(run.outcomes)}/{run.most_trials}]"
     return f"{count} {trial.name}: {', '.join(parts)}{best}"

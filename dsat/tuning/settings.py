@@ -107,10 +107,10 @@ class Settings(Target):
         "--finals",
         kind=at_least(0),
         group=Group.SEARCH,
-        help="at most N trials for the finals, which re-run the best configuration and yours in "
-        "turns (default: what the search leaves, up to 7, or 15 while they take less than 30 %% of "
-        "its time; 2 trials of 4 to 11 are kept for them, and of more a quarter, at least 5. 0: no "
-        "finals)",
+        help="run the best configuration and yours again in turns after the search, in at most N "
+        "trials, to be sure of the gain. Raise N to confirm a small gain; 0 saves the time "
+        "(default: up to 7, or 15 while they take less than 30 %% of the search's time. 2 of 4 to "
+        "11 --max-trials are kept for them, and of more a quarter, at least 5)",
     )
     seed: int = option(
         "--random-seed",
@@ -277,10 +277,10 @@ class Settings(Target):
         "--engine",
         kind=WORD,
         default="auto",
-        help="where trials run: on this machine, on the machines of a hostfile (ssh), on the nodes "
-        "of a Slurm allocation or of a Ray cluster, or on a Determined cluster (auto: there if "
-        "DET_MASTER is set or `det user login` was used, else on the machines of the command's "
-        "hostfile, or on the nodes if dsat runs in a Ray job or in an allocation of several)",
+        help="where trials run: on this machine (local), on the machines of a hostfile (ssh), on "
+        "the nodes of a Slurm allocation or Ray cluster, or on a Determined cluster. auto takes "
+        "the first of these that it finds: DET_MASTER or a `det user login`, a hostfile of the "
+        "command, a Ray job, a Slurm allocation of several nodes, and else this machine",
     )
     cold: bool = option(
         "--no-fork",

@@ -57,8 +57,9 @@ def percent(fraction: float) -> str:
 
 
 def count(number: int, what: str) -> str:
-    """Return a number of things, `1 trial` or `2 trials`."""
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    """Return a number of things: `1 trial`, `2 trials` or `2 batches`."""
+    plural = "es" if what.endswith("ch") else "s"
+    return f"{number} {what}{'' if number == 1 else plural}"
 
 
 def duration(seconds: float) -> str:

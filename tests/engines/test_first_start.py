@@ -207,6 +207,33 @@ def test_a_training_that_dsat_cannot_see_is_ended_before_it_begins(place: Path) 
     assert not (place / "trained").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["python3", "torchrun"])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("sys.exit('no data')", r"status 1 before .*sys\.exit\('no data'\) at leaves\.py:4"),
+        ("os.kill(os.getpid(), 15)", "a rank of your command was killed by SIGTERM before"),
+    ],
+    ids=["exits", "is killed"],
+)
+def test_how_a_script_ended_before_its_engine_is_told(
+    launcher: str, line: str, message: str, place: Path
+) -> None:
+    (place / "leaves.py").write_text(
+        f"import os, sys, deepspeed\n\ndef check():\n    {line}\ncheck()"
+    )
+    with pytest.raises(ScriptFailed, match=message):
+        seen(place, launcher, "leaves.py")
+
+
+def test_a_signal_that_deepspeeds_launcher_logs_is_told(place: Path) -> None:
+    """It logs on standard output, and ends with 256 - N."""
+    line = "echo '[ERROR] [launch.py:325] [...] exits with return code = -15'; exit 241"
+    with pytest.raises(ScriptFailed, match="killed by SIGTERM before"):
+        seen(place, "bash", "-c", line)
+
+
 @pytest.mark.nightly
 def test_a_scripts_own_error_is_shown_as_soon_as_it_is_there(place: Path) -> None:
     (place / "broken.py").write_text("import missing\n")

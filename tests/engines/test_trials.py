@@ -270,7 +270,8 @@ def test_what_the_script_said_before_it_exited_is_quoted(tmp_path: Path) -> None
     refuses = "import sys; print(f'Error: {sys.argv[-1]} is not one of a, b', file=sys.stderr)\n"
     with scripts_in(tmp_path) as scripts:
         outcome = scripts.run(f"{refuses}sys.exit(2)").outcome
-    said = "the script ended with sys.exit(2): Error: <trial>/ds_config.json is not one of a, b"
+    said = "the script ended with sys.exit(2) at train.py:3: Error: <trial>/ds_config.json is not "
+    said += "one of a, b"
     assert outcome.message == f"rank 0: {said}"
 
 

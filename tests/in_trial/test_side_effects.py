@@ -302,3 +302,19 @@ def test_folders_that_a_trial_leaves_empty_are_removed(
                 created.remove_empty()
         assert [message.split()[5] for message in caplog.messages] == [str(user / "kept")]
         assert sorted(path.name for path in user.iterdir()) == ["kept", "latest", "older"]
+
+
+def test_a_folder_of_several_trials_is_removed_whichever_ends_first(tmp_path: Path) -> None:
+    created = CreatedFolders()
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".test-") as name:
+        shared = Path(name) / "logs"
+        for trial in (tmp_path / "first", tmp_path / "second"):
+            trial.mkdir()
+            for each in (shared, shared / trial.name):
+                if not each.exists():
+                    each.mkdir()
+                    UserFiles(trial).note_created(each)
+        for trial in (tmp_path / "second", tmp_path / "first"):
+            created.add(trial)
+        created.remove_empty()
+        assert not shared.exists()

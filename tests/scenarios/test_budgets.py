@@ -316,3 +316,8 @@ def test_a_micro_batch_grows_as_long_as_that_is_worth_it(tmp_path: Path, method:
     assert speeds[ramp[-1]] < 1.06 * speeds[ramp[-2]], "where growth ends"
     assert ramp[-1] < max(sizes) <= 4 * ramp[-1], "a little growth may add up"
     assert user.true_speed(user.best_config()) > 0.9 * max(speeds.values())
+
+
+def test_one_trial_without_a_new_best_is_not_plural(user: User) -> None:
+    told = user.tunes("--max-trials", 20, "--early-stopping", 1, method="random")
+    assert told.json["stop_reason"] == "no better configuration in the last 1 trial"

@@ -213,6 +213,23 @@ def test_memory_that_ends_earlier_than_predicted_is_found_out(
     assert lost < len(of_kind(told, "search"))
 
 
+@pytest.mark.parametrize(("method", "largest"), paired(6, 17))
+def test_errors_of_large_micro_batches_lead_to_smaller_ones(
+    tmp_path: Path, method: str, largest: int
+) -> None:
+    """The script fails with an exception of its own above `largest`, in words of its own."""
+    failures = [
+        Failure("ERROR", {"micro_batch": size}, f"AssertionError: {size} samples are too many")
+        for size in range(largest + 1, 200)
+    ]
+    user, told = tuned(tmp_path, *failures, method=method, trials=24)
+    check_result(user, told)
+    ran = [row for row in told.trials if row["outcome"] == "OK"]
+    reached = 16 if method == "gridsearch" and largest == 17 else largest
+    assert max(micro_batches(ran)) == reached and len(told.trials) - len(ran) <= 7
+    assert user.true_speed(user.best_config()) > 0.93 * best_of(user, method, largest)
+
+
 @pytest.mark.parametrize("method", EACH_METHOD)
 def test_a_single_failure_for_other_reasons_costs_one_trial(tmp_path: Path, method: str) -> None:
     user, told = tuned(tmp_path, Failure("OOM", {"trial": 2}, "a neighbour"), method=method)

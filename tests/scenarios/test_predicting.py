@@ -181,6 +181,21 @@ def test_what_dsat_adds_to_fit_is_named(user: User, cards: str, chosen: list[str
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("imported")
+@pytest.mark.parametrize(
+    ("cards", "strategy", "chosen"),
+    [("4x2000MiB", "z1", ["activation checkpointing"]), ("2x2000MiB", "z2_offload", [])],
+)
+def test_activations_are_recomputed_before_anything_is_offloaded(
+    user: User, cards: str, strategy: str, chosen: list[str]
+) -> None:
+    model = {**TINY, **MIDDLE, "max_position_embeddings": 2048}
+    told = estimate(user, model, "--seq-length", 1536, "--formula", "--fits", cards)
+    assert told.json["fits"]
+    assert (told.json["strategy"], told.json["chosen"]) == (strategy, chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported")
 def test_if_the_simulation_refuses_what_the_formula_chose_the_next_is_tried(user: User) -> None:
     """Without offloading, 0.1 B in stage 2 need 1.35 GiB by the formula, but 1.47 simulated."""
     words = ("--seq-length", 128, "--fits", "8x1600MB")

@@ -307,7 +307,7 @@ CASES = {
                     warnings=(
                         *(SEVERAL_ENGINES, UNCOUNTED, UNSEEN),
                         OWN_ACCUMULATION.format(k=4, advice=""),
-                        OF_ITS_OWN.format(rows=12, micro_batch=4, advice=""),
+                        OF_ITS_OWN.format(samples="12 samples", micro_batch=4, advice=""),
                     ),
                     late=(3, 6, 9),
                     evaluated=0.25,

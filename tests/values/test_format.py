@@ -39,3 +39,8 @@ def test_tables_are_aligned_and_escaped() -> None:
         "| x\\|y     |   1 |",
         "| long one |  22 |",
     ]
+
+
+def test_counts_have_plurals() -> None:
+    assert fmt.count(1, "micro batch") == "1 micro batch"
+    assert [fmt.count(2, what) for what in ("trial", "batch")] == ["2 trials", "2 batches"]

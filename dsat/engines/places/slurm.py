@@ -19,6 +19,7 @@ from dsat.engines.machines.hosts import Host
 from dsat.engines.places import local
 from dsat.engines.places.base import Environment, inspect_machines
 from dsat.errors import EngineError, UserInputError
+from dsat.values import format as fmt
 
 _log = logging.getLogger(__name__)
 _ANSWER_LIMIT_S = 60.0
@@ -124,8 +125,8 @@ class Allocation:
         cpus = _expanded(self.cpus)
         if len(cpus) != len(names):
             raise EngineError(
-                f"Slurm names {len(names)} nodes ({self.nodes}) and processors of {len(cpus)} "
-                f"({self.cpus})"
+                f"Slurm names {fmt.count(len(names), 'node')} ({self.nodes}) and processors of "
+                f"{len(cpus)} ({self.cpus})"
             )
         gres = self._gres()
         found = [

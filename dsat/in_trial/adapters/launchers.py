@@ -7,7 +7,9 @@ import os
 import threading
 from typing import Any
 
-from dsat.in_trial.adapters.calls import Call
+from dsat.in_trial.adapters.calls import Call, caller
+from dsat.in_trial.adapters.trial import Exit
+from dsat.in_trial.failures import place_in_script
 from dsat.in_trial.rank_files import RECORDS_FOLDER, SEVERAL_NODES_FILE
 from dsat.values.files import write_atomically
 
@@ -66,9 +68,8 @@ def exit_process(call: Call) -> None:
     try:
         call.proceed()
     except SystemExit as stop:
-        rank = call.trial.rank
-        if rank is not None and threading.current_thread() is threading.main_thread():
-            rank.exit = stop
+        if threading.current_thread() is threading.main_thread():
+            call.trial.exit = Exit(stop, place_in_script(caller()))
         raise
 
 

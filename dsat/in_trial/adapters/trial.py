@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsat.in_trial.rank_files import Progress
 
@@ -27,6 +27,21 @@ IN_LOCAL_TRIALS = (Phase.PREPARING, Phase.MEASURING)
 IN_TRIALS = (*IN_LOCAL_TRIALS, Phase.ON_CLUSTER)
 ALWAYS = (*IN_TRIALS, Phase.TRAINING)
 _printed: set[str] = set()
+
+
+class Exit(NamedTuple):
+    """A call of `sys.exit`, which the script may have caught.
+
+    Attributes:
+        place: file and line of the script; empty in a launcher.
+    """
+
+    error: SystemExit
+    place: str
+
+    @property
+    def has_failed(self) -> bool:
+        return self.error.code not in (None, 0)
 
 
 @dataclass
@@ -61,6 +76,7 @@ class RunningTrial:
         config: the trial's DeepSpeed configuration; None keeps the script's own.
         rank: the `Rank` that this process is or may become; else None.
         on_uncaught: called with the exception that ends the process.
+        exit: the last call of `sys.exit`; else None.
         progress: progress files, which rank 0 writes.
         trainer: `TrainerSettings` for the Trainer of transformers, and for accelerate's plugin.
         task: the `LocalTask` whose information determined's adapters return; else None.
@@ -75,6 +91,7 @@ class RunningTrial:
     config: Mapping[str, Any] | None = None
     rank: Any = None
     on_uncaught: Callable[[BaseException], None] | None = None
+    exit: Exit | None = None
     meter: Any = None
     progress: Progress = field(default_factory=lambda: Progress(None))
     trainer: Any = None
