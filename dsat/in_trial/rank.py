@@ -4,9 +4,8 @@ The hook (`dsat.in_trial.hook`) calls `begin` in processes that import DeepSpeed
 the supervisor starts the ranks, it marks them by an environment variable. If the user's command
 starts them, a process becomes a rank when it calls `deepspeed.initialize`.
 
-A rank ends by `os._exit` once its outcome is known, because an orderly end of the interpreter costs
-a second. A rank of the user's command waits instead until the supervisor ends the command, so that
-the command does not continue after its training.
+A rank ends by `os._exit` once its outcome is known, because an orderly end takes a second. A rank
+of the user's command waits until the supervisor ends the command, so that nothing runs after it.
 """
 
 from __future__ import annotations

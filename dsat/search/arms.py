@@ -31,8 +31,13 @@ from dsat.space.locate import Point
 from dsat.values.objective import Objective
 from dsat.values.outcome import OutcomeKind
 
+_ERRORS = (OutcomeKind.ERROR, OutcomeKind.INVALID, OutcomeKind.DIVERGED)
 _DRAWS = 4096  # largest number of settings drawn in one decision to find some that fit
 _STEP_UP = 4  # largest factor between the next micro batch and the largest that ran
+_MOST_ERRORS = 4  # settings that may fail in a branch where nothing ran, before it is abandoned
+_ABANDONED = (
+    f"in every strategy that was not finished, {_MOST_ERRORS} configurations failed and none ran"
+)
 _WORTH_DOUBLING = math.log(1.05)  # least growth of the rate per doubling of the micro batch
 _BEYOND = 4  # factor over the micro batch where growth ended, because slow growth adds up
 
@@ -118,13 +123,20 @@ class _Branch:
         largest_ran: the largest micro batch that ran; 0 if none did.
         least_failed: the smallest micro batch that ran out of memory; infinite if none did.
         at_smallest: number of trials that ran out of memory with the smallest allowed micro batch.
+        errors: indices of settings that failed for other reasons than memory, data or time.
         drawn: indices of the settings that the search began.
     """
 
     largest_ran: int = 0
     least_failed: float = math.inf
     at_smallest: int = 0
+    errors: set[int] = field(default_factory=set)
     drawn: set[int] = field(default_factory=set)
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether the branch is abandoned, because too many of its settings failed."""
+        return not self.largest_ran and len(self.errors) >= _MOST_ERRORS
 
     @property
     def failures(self) -> int:
@@ -228,6 +240,8 @@ class Arms:
         elif outcome.kind.is_out_of_memory:
             branch.least_failed = min(branch.least_failed, point.micro_batch)
             branch.at_smallest += point.micro_batch == self._sizes[0]
+        elif outcome.kind in _ERRORS and not outcome.smaller_may_run:
+            branch.errors.add(point.index)
 
     @property
     def ready(self) -> list[Arm]:
@@ -293,6 +307,7 @@ class Arms:
         """
         branches = self.problem.space.branches
         candidates = list(range(len(branches)) if among is None else among)
+        candidates = [number for number in candidates if not self.branches[number].is_abandoned]
         drawn = {number: set(self.branches[number].drawn) for number in candidates}
         for _ in range(_DRAWS):
             left = [n for n in candidates if len(drawn[n]) < branches[n].count]
@@ -347,7 +362,11 @@ class Arms:
 
     def finish(self) -> Wait | Stop:
         """Return the decision if no arm can go on: `Wait` while a trial runs, otherwise `Stop`."""
-        return Wait() if self._is_anything_running else Stop(EXHAUSTED)
+        if self._is_anything_running:
+            return Wait()
+        return Stop(
+            _ABANDONED if any(branch.is_abandoned for branch in self.branches) else EXHAUSTED
+        )
 
 
 def _undrawn(count: int, drawn: Collection[int], rng: np.random.Generator) -> int:

@@ -86,7 +86,7 @@ class GridSearch(Search):
         """Begin the next settings, in the branch with the fewest settings that do not fit."""
         for number in sorted(range(len(progress)), key=lambda n: arms.branches[n].failures):
             _, since_best = progress[number]
-            if since_best >= self._patience:
+            if since_best >= self._patience or arms.branches[number].is_abandoned:
                 continue
             for index in range(self.problem.space.branches[number].count):
                 if index in arms.branches[number].drawn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -306,6 +307,15 @@ def test_a_search_ends_early_where_everything_fails_for_no_want_of_memory(
     assert told.status == 1
     assert ("every trial failed" in told.json["stop_reason"]) is ends
     assert (len(told.trials) <= 6) is ends
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_strategies_in_which_everything_fails_are_abandoned(tmp_path: Path, method: str) -> None:
+    failure = Failure("ERROR", {"stage": [1, 2, 3]}, "no collective")
+    user, told = tuned(tmp_path, failure, method=method, trials=50)
+    check_result(user, told)
+    assert Counter(row["stage"] for row in told.trials if row["outcome"] == "ERROR")[3] <= 4
+    assert "none ran" in told.json["stop_reason"] and len(told.trials) < 30
 
 
 @pytest.mark.parametrize(("method", "samples"), paired(6, 17))
