@@ -19,9 +19,9 @@ _WIDEST = 100.0  # an interval with a larger ratio of its ends is not shown
 # `_DIFFERENT`.
 _FEW, _DIFFERENT = 3, 0.95
 
-# Prior standard deviation of runs on a machine, and its degrees of freedom. With these values, if
-# runs vary by 5 % and there are no finals, at most 5 % of searches recommend a configuration that
-# is not better than the user's own (`benchmarks/winners_curse.py`).
+# Prior of the run-to-run variation: standard deviation and degrees of freedom. With these values,
+# if runs vary by 5 % and there are no finals, at most 5 % of searches recommend a configuration
+# that is not better than the user's own (`benchmarks/winners_curse.py`).
 _PRIOR_SD, _PRIOR_FREEDOM = 0.02, 3
 # The same for pairs, with degrees of freedom by the number of pairs; three pairs need no prior.
 # With these values, two pairs give no wider a median interval than one. Intervals contain the true

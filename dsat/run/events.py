@@ -81,7 +81,7 @@ def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def raise_as_corrupt_journal(number: int, name: str = "the journal") -> Iterator[None]:
-    """Raise JournalError for any error in decoding or applying an event.
+    """Raise JournalError for errors in decoding or applying an event.
 
     Raises:
         JournalError: a value is damaged, or the event does not fit those before it.

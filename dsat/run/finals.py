@@ -106,8 +106,9 @@ def rank_by_expectation(
 ) -> list[Contestant]:
     """Rank configurations for the comparison with the user's own.
 
-    First comes the smallest by `size` of those whose expected value is at most the fraction
-    `indifference` below the best; then come the others, by expected value.
+    Configurations are nearly best if their expected value is at most the fraction `indifference`
+    below the best. First comes the nearly best one with the smallest `size`; then come all others,
+    by expected value.
     """
     expected = dict(zip(tried, _expect_again(list(tried)), strict=True))
     level = max(expected.values()) - math.log1p(indifference)
@@ -333,7 +334,7 @@ class Finals:
             self._same_batch_due = False
 
     def _handle_failure(self, turn: Turn, may_repeat: bool) -> None:
-        """Run the configuration again if that may help; else end with its pairs, or replace it."""
+        """Run the configuration again if that may help; else end the finals or replace the pick."""
         if turn.role is Role.OWN:
             self._own_failures += 1
             may_repeat = not self.own_failed
@@ -371,7 +372,7 @@ class Finals:
             self._next_pair()
 
     def _decided(self) -> bool:
-        """Return whether the pairs suffice; only after a number in `_LOOKS`, or if `own_failed`."""
+        """Return whether to end: `own_failed`, or a clear result after a count in `_LOOKS`."""
         if self.own_failed:
             return True
         comparison, count = self.comparison, len(self.pairs)

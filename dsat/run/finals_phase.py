@@ -73,7 +73,7 @@ class FinalsPhase:
         return list(dict.fromkeys([*first.values(), *ranked]))[: 1 + _RESERVES]
 
     def _cost(self, own: Trial, leader: Trial) -> float:
-        """Return the expected duration of one final trial, as a fraction of all trials so far."""
+        """Return the expected duration of a final trial, as a fraction of that of all trials."""
         outcomes = self._run.outcomes
         took_s = sum(outcome.duration_s for outcome in outcomes.values())
         of_both_s = outcomes[own.id].duration_s + outcomes[leader.id].duration_s
@@ -139,7 +139,7 @@ def contenders(run: Run) -> list[Trial]:
     """Return the trials of the search that the finals may compare with the user's own.
 
     If the user's own is the best, only two kinds of trials remain: those whose interval includes a
-    worthwhile gain, and those that other trials slowed down while the user's own ran alone.
+    worthwhile gain, and those that ran beside other trials although the user's own ran alone.
     """
     tried = [trial for trial in searched(run) if run.plan.admits(trial.batch)]
     if run.leader is not run.baseline:

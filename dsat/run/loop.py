@@ -49,7 +49,7 @@ def drive(
 
     Args:
         max_slots: limit on the devices in use; None for all devices of the engine.
-        survey: returns the basis of memory predictions; required if the plan simulates memory.
+        survey: simulates what memory predictions start from; required if the plan simulates memory.
     """
     run, per_trial = tuner.run, tuner.plan.slots_per_trial
     left_over = run.running

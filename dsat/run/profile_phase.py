@@ -139,7 +139,7 @@ class ProfilePhase:
             self.failure = outcome.describe(name_of_trial(trial))
 
     def _begin_again(self) -> None:
-        """Begin again with the smallest micro batch, in another strategy or division."""
+        """Begin again with the smallest micro batch, in another strategy or parallelism."""
         self._tried.clear()
         self._next_micro_batch = self._smallest_micro_batch
 
@@ -159,7 +159,7 @@ class ProfilePhase:
         return self._plan.allowed_micro_batches[0]
 
     def _overrides(self, micro_batch: int) -> dict[str, Any]:
-        """Return the overrides of a profile trial in the current strategy and division."""
+        """Return the overrides of a profile trial in the current strategy and parallelism."""
         own = of_config(self._plan.base_config)
         strategy = self._strategies[0] if self._strategies else own
         return strategies.profile_overrides(self._plan, strategy, micro_batch, self._divisions[0])

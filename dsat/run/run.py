@@ -30,9 +30,9 @@ class Run:
         info: name, versions and machine, from the journal's first line.
         earlier: ids of trials that are reused from earlier runs and cost nothing.
         repeat: second trial of the user's own configuration, in a run without finals.
-        leader: best trial outside the finals whose batch sizes are admitted; may be the user's own.
+        leader: best trial before the finals whose batch sizes the plan admits; may be the user's.
         finals: finals after the search; None before, without finals, or once the search resumed.
-        training: comparison of losses.
+        training: comparison of losses and gradients with the user's own configuration.
         batch_flag: the script's flag for its micro batch.
         repeated: by id of a final or repeat, the id of the trial that it runs again.
         profiled: outcome of the latest trial that was to profile the model; it may have failed.

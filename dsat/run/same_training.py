@@ -58,7 +58,7 @@ class Finding:
     """Result of a comparison, with its reason.
 
     Attributes:
-        reason: why they differ or cannot be compared; empty if they agree.
+        reason: why the trainings differ or cannot be compared; empty if they agree.
         of_gradients: whether the losses of the first step agree but the gradient norms differ.
     """
 
@@ -168,8 +168,8 @@ def precision_of(config: Mapping[str, Any]) -> str:
 def suspects(changes: Mapping[str, Any], of_same: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the changes that may explain different losses.
 
-    These are the changes that no configuration with the same losses as the user's own has. If there
-    are none, these are all changes.
+    These are the changes that no configuration in `of_same` has. If there are none, all changes may
+    explain them.
 
     Args:
         changes: changes of the configuration that trains differently, by setting.

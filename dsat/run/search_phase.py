@@ -136,7 +136,7 @@ class SearchPhase:
     def _equal_trial(
         self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]
     ) -> int | None:
-        """Return the id of an equal trial, of the baseline or the search; None without one."""
+        """Return the id of an equal baseline or search trial; None if there is none."""
         for trial in list(self._run.trials.values())[self._indexed :]:
             if trial.kind in SEARCHED and not self._run.batch_flag.supersedes(trial):
                 digest = self._trials.fingerprint(trial.overrides, trial.script_args)
@@ -190,7 +190,7 @@ class _Observations:
         self.equal: list[tuple[Proposal, int]] = []  # proposals, and ids of equal trials
 
     def list_all(self) -> list[Observation]:
-        """Return observations: trials in the order of their start, then proposals in `equal`."""
+        """Return observations: trials by their start, then proposals that equal a trial."""
         run = self._run
         trials = [t for t in run.trials.values() if t.kind in _SOURCES]
         trials = [trial for trial in trials if not run.batch_flag.supersedes(trial)]

@@ -117,9 +117,9 @@ def make_space(
 
 
 def keeps_micro_batch(plan: Plan, outcome: Outcome) -> bool:
-    """Return whether the search keeps the micro batch, because the loss compares its samples.
+    """Return whether the search keeps the micro batch, because the loss compares samples.
 
-    It does so if it keeps the global batch size too, and if the user listed no micro batches.
+    It keeps it only if the global batch size is kept too, and if the user listed no micro batches.
     """
     is_kept = plan.train_batch_size == plan.own_batch.train_batch_size and not plan.micro_batches
     is_kept = is_kept and plan.own_batch.micro_batch in plan.allowed_micro_batches

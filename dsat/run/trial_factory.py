@@ -40,7 +40,7 @@ class TrialFactory:
     ) -> Trial:
         """Return the run's next trial.
 
-        `overrides` include its batch sizes; `proposal` is None unless a search proposed the trial.
+        `overrides` include the batch sizes; `proposal` is None unless a search proposed the trial.
         """
         strategy = self.strategy(overrides)
         profile = self._run.profile

@@ -139,7 +139,7 @@ class Arms:
 
     Args:
         observations: all trials, in the order in which they began.
-        range_factor: factor on the largest micro batch that is predicted to fit.
+        range_factor: how far arms reach, as a multiple of the micro batch that should just fit.
         sizes: micro batches to try; by default all that the space allows.
 
     Attributes:
@@ -179,7 +179,7 @@ class Arms:
                 self._observe(position, each.point, each)
 
     def _limit_growth(self, observations: Sequence[Observation]) -> None:
-        """Limit micro batches, because memory is no useful limit for small models.
+        """Limit micro batches by other criteria than memory, which hardly limits small models.
 
         A million samples may fit where a hundred keep the device busy. So micro batches grow in
         steps from those that ran, remain below timeouts, and end where throughput stops growing.
@@ -257,7 +257,7 @@ class Arms:
         return None
 
     def _next_step(self, arm: Arm) -> int:
-        """Return the position a step above the largest that ran; -1 if the range ends near that."""
+        """Return the position a step above the largest that ran; -1 if the arm ends near that."""
         end, largest = arm.sizes[arm.hi], self._largest
         failed = min(self.branches[arm.branch].least_failed, self._timed_out[arm.branch])
         is_safe = math.isinf(failed)

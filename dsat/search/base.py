@@ -108,10 +108,10 @@ class Costs(Protocol):
         """Seconds that the search may still take."""
 
     def are_too_long(self, step_s: Any) -> Any:
-        """Return which trials may not start, by the seconds of their steps (numbers or arrays)."""
+        """Return which trials must not start, from the seconds of a step (numbers or arrays)."""
 
     def are_unaffordable(self, step_s: Any) -> Any:
-        """Return which trials take longer than they are worth, by the seconds of their steps."""
+        """Return which trials take longer than they are worth, from the seconds of a step."""
 
     def step_s(self, strategy: Strategy, batch: BatchTriple) -> float:
         """Return a low estimate of the seconds of a step; 0 if unknown."""

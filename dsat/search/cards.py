@@ -63,7 +63,7 @@ class Card:
     )
 
     def peak(self, itemsize: int) -> float:
-        """Return the peak for elements of `itemsize` bytes, or of the next larger known size."""
+        """Return the peak for `itemsize` bytes per element; if unknown, for the next larger."""
         sizes = sorted(self.flops)
         return self.flops[next((size for size in sizes if size >= itemsize), sizes[-1])]
 

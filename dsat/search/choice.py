@@ -19,8 +19,8 @@ from dsat.space.locate import Point
 # "Replays" are searches on recorded tables of trials (`benchmarks/replay.py`), with the constant
 # changed. Their results are medians of two seeds over all tables, as fractions of the best speed.
 
-# If time is short, a trial with at least this log expected gain precedes the first trials of
-# strategies. If none ever does, one replay ends at 92.6 % instead of 97.4 %.
+# If time is short, a trial with more than this log expected gain, and more than theirs, precedes
+# the first trials of strategies. If none ever does, one replay ends at 92.6 % instead of 97.4 %.
 _LEAST = math.log(0.01)
 # Exponent of the probability to fit: running out of memory is worse than a small gain. With 1,
 # replays run out of memory 16 times instead of 14, and the worst ends at 96.5 % instead of 97.2 %.
@@ -113,7 +113,7 @@ class Chooser:
         return Point(*map(int, place)), math.inf if first.any() else math.exp(expected)
 
     def _find_unopened(self, observations: Sequence[Observation]) -> set[int]:
-        """Return branches without offloading that have not run, in fewer than three attempts."""
+        """Return branches without offloading that never ran but have attempts left (`_RETRIES`)."""
         attempts, ran = Counter[int](), set()
         for each in observations:
             if each.point is None or each.source is Source.FINAL:
@@ -128,7 +128,7 @@ class Chooser:
         }
 
     def _find_urgent(self, candidates: Candidates, worth: Array, first: Array) -> Array:
-        """Return which candidates promise more than first trials, and would have no time after."""
+        """Return which candidates promise more than first trials, but have no time after them."""
         if self.costs is None:
             return np.zeros(len(worth), bool)
         branch, cost = candidates.branch, candidates.cost

@@ -118,7 +118,8 @@ class Feasibility:
         """Return the probability that memory suffices, (n,).
 
         Args:
-            strategy: position of the branch of all configurations, or of each, (n,).
+            strategy: position of the branch, either one for all configurations or one for each,
+                (n,).
             octaves: log2 of the micro batches over the largest predicted to fit, (n,).
         """
         low, high, here = (
@@ -129,7 +130,7 @@ class Feasibility:
         return chance
 
     def runs(self, values: Values) -> float:
-        """Return the probability to run if memory suffices: the lowest one of the values."""
+        """Return the probability to run if memory suffices: the lowest of those of the values."""
         return min(map(self._is_sound, values), default=1.0) if self._unsound else 1.0
 
     def _is_sound(self, value: tuple[str, str]) -> float:

@@ -140,9 +140,9 @@ class Configurations:
         )
 
     def log_work(self, points: Points) -> Array:
-        """Return log samples per step, (n,); minus log seconds, they are the log rate.
+        """Return log samples per step, (n,); subtract log seconds to get the log rate.
 
-        Return 0 instead if the metric is a time.
+        Return 0 instead if a smaller metric is better, as for times.
         """
         work: Array = np.log(points.micro_batch * points.gas * points.work[:, _GROUPS])
         return np.zeros(len(work)) if self.problem.objective.smaller_is_better else work

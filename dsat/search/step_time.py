@@ -124,7 +124,7 @@ class Job:
         )
 
     def divided(self, shared: Parallelism) -> Job:
-        """Return one rank's share of parameters and FLOPs; `slots` becomes the ZeRO group size."""
+        """Return one rank's share of the model; `slots` becomes the size of its ZeRO group."""
         return replace(
             self,
             params=self.params / shared.tensor,
@@ -340,7 +340,7 @@ class Terms:
         backward = kernels - forward
 
         def beside(communication: Array) -> Array:
-            """Return the time of a backward pass; the last bucket is never hidden."""
+            """Return the time of a backward pass, which cannot hide its last bucket."""
             shown: Array = communication * self._unhidden
             return shown + _larger(backward, communication)
 
