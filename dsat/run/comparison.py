@@ -52,7 +52,7 @@ def margin_of_single_runs(
 
     Args:
         errors: relative standard errors of both runs, from the steps within each.
-        tried: number of configurations that were compared.
+        tried: number of configurations, or of trials, from which the better one was chosen.
         measured: run-to-run variation; None if it was not measured.
     """
     freedom, squares = _PRIOR_FREEDOM, _PRIOR_FREEDOM * _PRIOR_SD**2

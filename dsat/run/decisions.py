@@ -73,10 +73,10 @@ class Decisions:
                 self._searching = None  # rebuild it with other micro batches or flag
 
     def find_reusable(self, earlier: Sequence[Measured]) -> Iterator[tuple[Trial, Measured]]:
-        """Yield new trials that earlier runs have measured, with these measurements.
+        """Yield new trials that need not run, each with its measurement in an earlier run.
 
-        Until the model is profiled, only the next trial can be one; during the search, any
-        configuration of its space. The caller must record each trial before it requests the next.
+        Until the model is profiled, that is at most the next trial. During the search, it is any
+        configuration of the space. The caller must record each trial before it requests the next.
         """
         search = self._search
         if search is not None:
@@ -231,7 +231,10 @@ class Decisions:
 
 
 def _is_hopeless(run: Run) -> bool:
-    """Return whether every trial ended in an error, several not for lack of training data."""
+    """Return whether all trials ended in errors that no other configuration is likely to avoid.
+
+    At least `_HOPELESS_AFTER` of them must have another cause than too few training data.
+    """
     tried = [o for i, o in run.outcomes.items() if run.trials[i].kind in SEARCHED]
     failed = [o for o in tried if o.kind in (OutcomeKind.ERROR, OutcomeKind.INVALID)]
     final = sum(not outcome.smaller_may_run for outcome in failed)

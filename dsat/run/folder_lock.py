@@ -74,7 +74,7 @@ def _lock(descriptor: int) -> None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a process has locked a folder; False if locks do not exist or work there."""
+    """Return whether a process has locked a folder; False without lock file or lock support."""
     try:
         with open(folder / MARK_FILE, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -316,9 +316,9 @@ class Run:
     def longest_s(self, kind: TrialKind) -> float | None:
         """Return the time limit of a trial's measurement in seconds; None for no limit.
 
-        It is `Plan.longest_s` or the time of 20 of the user's own steps, whichever is longer. If
-        finals follow, the search has half of that, which saves a third of the time if steps are
-        long and noisy (`benchmarks/native.py`).
+        It is `Plan.longest_s` or the time of 20 steps of the user's own configuration, whichever is
+        longer; if that did not run, 20 of the fastest steps. If finals follow, the search has half
+        of it, which saves a third if steps are long and noisy (`benchmarks/native.py`).
         """
         longest_s, own = self.plan.longest_s, self.baseline and self.outcomes.get(self.baseline.id)
         if longest_s is None:
@@ -352,7 +352,7 @@ def _surely_beats(run: Run, trial: Trial) -> bool:
 
 
 def _variation_of_repeat(run: Run) -> Variation | None:
-    """Return the variation between the baseline and its repeat; None if they do not compare."""
+    """Return the variation between the baseline and its repeat; None if not comparable."""
     own, again = run.baseline, run.repeat
     if own is None or again is None or run.neighbours[own.id] != run.neighbours[again.id]:
         return None

@@ -164,7 +164,7 @@ class SearchPhase:
         )
 
     def _update_predictions(self) -> None:
-        """Correct predictions with trials that ended since the last call."""
+        """Correct the predictions by the trials that ended since the last call."""
         ended = list(self._run.outcomes.items())
         for trial_id, outcome in ended[self._learned :]:
             trial = self._run.trials[trial_id]

@@ -119,7 +119,7 @@ def make_space(
 def keeps_micro_batch(plan: Plan, outcome: Outcome) -> bool:
     """Return whether the search keeps the micro batch, because the loss compares samples.
 
-    It keeps it only if the global batch size is kept too, and if the user listed no micro batches.
+    That requires that the global batch size is kept too, and that the user listed no micro batches.
     """
     is_kept = plan.train_batch_size == plan.own_batch.train_batch_size and not plan.micro_batches
     is_kept = is_kept and plan.own_batch.micro_batch in plan.allowed_micro_batches

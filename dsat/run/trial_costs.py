@@ -26,8 +26,8 @@ _SEARCH, _SEARCH_S = 15.0, 60.0
 class TrialCosts:
     """Predictions of how long trials take, and of which take too long.
 
-    The time of a trial is that of its warm-up steps, of its measured steps, and a constant for
-    starting the script and building the engine.
+    A trial takes the time of its warm-up steps and its measured steps, and a constant time to start
+    the script and build the engine.
     """
 
     def __init__(self, plan: Plan, run: Run) -> None:

@@ -127,7 +127,7 @@ class Tuner:
             self._append({**event, "outcome": outcome})
 
     def set_memory_basis(self, basis: Basis) -> None:
-        """Record what memory predictions start from: simulations. The search waits for it."""
+        """Record the simulations from which memory is predicted; the search waits for them."""
         assert self.decisions.needs_memory_basis
         self._append({"event": journaled.EVENT_MEMORY_BASIS, "basis": basis})
 
@@ -157,7 +157,7 @@ def difference_to(plan: Plan, earlier: Plan) -> str | None:
     """Return the first difference between a plan and that of an earlier run, or None.
 
     If the earlier run did not record an option of the search, its default is assumed. Defaults of
-    DeepSpeed that the earlier run did not record are not compared.
+    DeepSpeed that only one of the plans records are not compared.
     """
     options = {**usual_options(earlier.method), **earlier.search_options}
     defaults = {path: plan.defaults.get(path, was) for path, was in earlier.defaults.items()}

@@ -257,7 +257,7 @@ class Arms:
         return None
 
     def _next_step(self, arm: Arm) -> int:
-        """Return the position a step above the largest that ran; -1 if the arm ends near that."""
+        """Return the position a step above what ran; -1 if the arm does not reach far above it."""
         end, largest = arm.sizes[arm.hi], self._largest
         failed = min(self.branches[arm.branch].least_failed, self._timed_out[arm.branch])
         is_safe = math.isinf(failed)

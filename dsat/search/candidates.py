@@ -130,7 +130,7 @@ class Settings:
         return Row(work(self._job, strategy, settings), traits, values, gas)
 
     def with_trial(self, traits: Array, micro_batch: Array, is_alone: Any) -> Array:
-        """Return traits, (n, traits), with those of the trial set: whole tiles, running alone."""
+        """Return traits, (n, traits), with the trial's own added: whole tiles, running alone."""
         found: Array = traits.copy()
         for key, is_so in ((_WHOLE_TILES, micro_batch % _TILE == 0), (_ALONE, is_alone)):
             found[:, self._traits[key, str(True)]] = is_so

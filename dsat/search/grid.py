@@ -99,7 +99,7 @@ class GridSearch(Search):
         return arms.finish()
 
     def _next(self, arms: Arms, arm: Arm) -> int | None:
-        """Return an arm's next position, first up from its first one, then down; None if none."""
+        """Return an arm's next position: upwards from its first, then downwards; None if none."""
         ran = sum(each.outcome is not None and each.outcome.ok for each in arm.ours)
         if ran == self._num_micro_batches:
             return None
@@ -127,7 +127,10 @@ class GridSearch(Search):
 
 
 def _grid(micro_batches: Sequence[int]) -> Sequence[int]:
-    """Return the micro batches to try: of a range, powers of two times its step, else its first."""
+    """Return the micro batches to try: of a list, all; of a range, powers of two times its step.
+
+    If a range contains none of these, return its first micro batch.
+    """
     if not isinstance(micro_batches, range) or not micro_batches:
         return micro_batches
     sizes = []

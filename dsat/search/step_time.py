@@ -265,7 +265,7 @@ def acts_on_whole_step(setting: str) -> bool:
 
 
 def _recomputed(checkpointing: Any) -> float:
-    """Return the factor on FLOPs, since checkpointing repeats all or half of the forward pass."""
+    """Return the factor on FLOPs of repeating all, half or nothing of the forward pass."""
     if checkpointing == EVERY_SECOND:
         return 7 / 6
     return 1.0 if checkpointing in (None, False) else 4 / 3
