@@ -349,7 +349,7 @@ def _tune_here(ready: Prepared, callbacks: Sequence[Callback]) -> Result:
 
 
 def _result(summary: Mapping[str, Any], *, run_dir: Path | None, **known: Any) -> Result:
-    """Make a result from a summary; missing fields get their defaults."""
+    """Make a `Result` from a run's summary; fields that the summary lacks get their defaults."""
     same = "metric best best_value baseline gain stop_reason wall_s".split()
     return Result(
         **{name: summary[name] for name in same if name in summary},
@@ -381,7 +381,7 @@ def _model_settings(
     options: Mapping[str, Any],
     called: str,
 ) -> _Settings:
-    """Make the settings of `estimate` or `project`."""
+    """Make the settings of `estimate` or `project`; `called` is the call's name in messages."""
     values, _ = read_keywords(options_of(kind), options, called)
     if target is None and values.get("model") is not None:
         return kind(**values)

@@ -1,6 +1,6 @@
 """Arguments of the Python API: their types, and their conversion to settings.
 
-Options on the command line have the same names. The commands' settings classes describe them.
+Options on the command line have the same names; the commands' settings classes describe them.
 """
 
 from __future__ import annotations
@@ -144,11 +144,11 @@ def read_keywords(
     Args:
         options: options of the API function.
         given: values by keyword.
-        called: the call, for messages.
+        called: the call's name in messages, such as `project()`.
 
     Returns:
-        Two mappings by name of setting (by keyword for options of a search or a place): the
-        converted values, and the keywords that the user wrote.
+        The converted values, and the keywords that the user wrote. Both are mappings by name of
+        setting, or by keyword for options of a search or of a place (Ray, say).
 
     Raises:
         UserInputError: a value is wrong.

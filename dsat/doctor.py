@@ -1,4 +1,4 @@
-"""Checks of the environment in which scripts will run: `dsat doctor`."""
+"""Checks of the environment in which trials would run: `dsat doctor`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dsat.values import format as fmt
 from dsat.values import hazards
 
 OK, WARNING, FAILS = "ok", "warning", "fails"
-# Packages that `dsat doctor` lists besides dsat's requirements.
+# Packages that `dsat doctor` lists in addition to dsat's requirements.
 _FRAMEWORKS = ("transformers", "accelerate", "trl", "peft", "lightning", "determined")
 _SHARED, _SHARED_BYTES = "/dev/shm", 2**30  # noqa: S108  (Docker gives 64 MiB)
 _NVCC_LIMIT_S, _MASTER_LIMIT_S = 20.0, 3.0
@@ -131,7 +131,7 @@ def _compiler() -> Finding:
 
 
 def _toolkit() -> Finding:
-    """Check nvcc at the place where torch 2.15 looks for it (torch/utils/cpp_extension.py)."""
+    """Check nvcc, where torch 2.15 would find it (torch/utils/cpp_extension.py)."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     named = Path(home or "/usr/local/cuda") / "bin" / "nvcc"
     nvcc = (None if home else shutil.which("nvcc")) or (str(named) if named.is_file() else None)
@@ -157,7 +157,7 @@ def _toolkit() -> Finding:
 
 
 def _operators_without_nvcc() -> list[str]:
-    """Return DeepSpeed's optimizers that need nvcc and were not compiled at installation."""
+    """Return DeepSpeed's optimizers that were not compiled at installation, so they need nvcc."""
     built = _read_module("deepspeed", "git_version_info_installed.py").get("installed_ops", {})
     # DeepSpeed 0.19.8 has no such file: it compiles CPUAdam with a C++ compiler alone.
     by_nvcc = {"fused_adam": "FusedAdam"}
@@ -171,7 +171,7 @@ def _cuda_of_torch() -> str:
 
 
 def _read_module(package: str, name: str) -> dict[str, Any]:
-    """Run a file of a package without importing the package; return the file's variables."""
+    """Return the variables of a package's file, which runs without an import of the package."""
     try:
         return runpy.run_path(str(_file_of(package, name)))
     except OSError:
@@ -225,5 +225,5 @@ def _place(cluster: str | None) -> Finding:
 
 
 def worst(findings: list[Finding]) -> str:
-    """Return the worst state of all findings."""
+    """Return the worst state: "fails", else "warning", else "ok"."""
     return max((each.state for each in findings), key=(OK, WARNING, FAILS).index)

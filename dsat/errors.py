@@ -25,7 +25,7 @@ class DsatError(Exception):
 
     @classmethod
     def convert_os_error(cls, error: OSError) -> DsatError:
-        """Convert an error of the operating system, naming the file concerned."""
+        """Convert an error of the operating system; the message names the file, if known."""
         name = f"{error.filename}: " if error.filename else ""
         return cls(f"{name}{error.strerror or error}")
 
@@ -81,7 +81,8 @@ class InvalidTrial(DsatError):
     """Inside a trial: the script did not follow the trial's configuration.
 
     Attributes:
-        facts: the keyword arguments, as fields of `Outcome`; `most_samples` sets `smaller_may_run`.
+        facts: fields of `Outcome`, from the keyword arguments; `smaller_may_run` is also true if
+            `most_samples` is known.
     """
 
     def __init__(

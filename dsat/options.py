@@ -38,9 +38,9 @@ class Kind:
     """The type of an option's values.
 
     Attributes:
-        read: converts a word of the command line, or a value of Python, to the setting's value.
-            Raises ValueError for an invalid value.
-        collect: combines the values of an option that takes several.
+        read: converts a word of the command line, or a Python value, to the setting's value. It
+            raises ValueError for an invalid value.
+        collect: combines the values of an option that accepts several.
     """
 
     read: Callable[[Any], Any]
@@ -72,8 +72,9 @@ class Option:
         default: the default, as a user would write it.
         metavar: the placeholder of a value in `--help`; by default the kind's.
         choices: all allowed values, if they are few.
-        many: whether it takes one or more values.
-        goes_with, excludes: flags of the option that it needs, and of options that it excludes.
+        many: whether it accepts several values.
+        goes_with, excludes: flag of an option that it requires, and flags of options that it
+            excludes.
         shell_only: whether the Python API lacks it.
         old: earlier names, which work but are not documented.
         name: field of the settings class; empty for an option of a method or a place.
@@ -103,7 +104,7 @@ class Option:
 
     @property
     def keywords(self) -> set[str]:
-        """Keyword arguments of the Python API that set this option, earlier names included."""
+        """All keywords of the Python API that set this option, including those of earlier names."""
         return {self.keyword, *(_keyword(flag) for flag in self.old if flag.startswith("--"))}
 
     @property
@@ -131,7 +132,7 @@ class Option:
         return self.kind.read(self.default)
 
     def takes(self, word: str) -> bool:
-        """Return whether a word is surely a further value, not the start of the user's command."""
+        """Return whether a word is surely another value, not the start of the user's command."""
         if not self.many or self.kind in (None, PATH, SWITCH):  # any word may be a path
             return False
         try:
@@ -198,7 +199,7 @@ def options_of(settings: Any) -> Iterator[Option]:
 
 
 def check_together(settings: Any) -> None:
-    """Raise UserInputError if an option needs a missing one, or excludes another one."""
+    """Raise UserInputError if an option requires a missing one, or excludes another one."""
     options = options_of(settings)
     given = {o.flags[-1]: o for o in options if getattr(settings, o.name) != o.initial}
     for flag, declared in given.items():
@@ -213,7 +214,7 @@ def check_together(settings: Any) -> None:
 
 
 def _measure(value: Any, units: Mapping[str, int]) -> float:
-    """Convert `1.5GiB`, `10m` or `300B` to the unit with the factor 1; 0 for any other text."""
+    """Convert `1.5GiB`, `10m` or `300B` to the unit whose factor is 1; 0 for any other text."""
     match = re.fullmatch(
         r"(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)", _text(value).strip(), re.ASCII
     )
@@ -299,7 +300,7 @@ def _number(value: str | float) -> float:
 
 
 def _text(value: Any) -> str:
-    """Return text or a Python number as text of the command line."""
+    """Return text or a number as the command line would write it; raise ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
         raise ValueError(f"{value!r} is neither text nor a number")
     return str(value)
@@ -318,7 +319,7 @@ def _path(value: Any) -> Path:
 
 
 def _arg_mapping(text: Any) -> tuple[str, str]:
-    """Return the parts of `KEY=FLAG`; the flag may be given without its dashes."""
+    """Return the parts of `KEY=FLAG`; add dashes to the flag if it has none."""
     if isinstance(text, tuple):
         text = "=".join(map(_word, text))
     key, _, flag = (part.strip() for part in _word(text).partition("="))
@@ -341,7 +342,7 @@ ALL_LINEAR = "all-linear"  # PEFT's word for all linear layers except the output
 
 
 def _lora(value: Any) -> dict[str, str]:
-    """Return the parts of `r=16,target=q_proj+v_proj,dropout=0.05`, as text; each may be absent."""
+    """Return the parts of `r=16,target=q_proj+v_proj,dropout=0.05` by name, as text."""
     if not isinstance(value, Mapping):
         value = dict(part.partition("=")[::2] for part in _word(value).split(","))
     found = {str(key).strip(): str(part).strip() for key, part in value.items()}

@@ -1,4 +1,4 @@
-"""The script's command-line flag for its micro batch, and whether trials get it."""
+"""The script's flag for its micro batch, such as `--batch-size`, and whether trials use it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dsat.values.trial import Trial
 
 
 class BatchFlag:
-    """The script's flag for its micro batch, known from a trial that ignored its configuration.
+    """The script's flag for its micro batch, which a trial reveals by ignoring its configuration.
 
-    Such a trial fed the flag's value, whatever its configuration was. Or it failed, perhaps because
-    the script compares the flag with its configuration: then the flag is a guess.
+    Such a trial trains with the flag's value instead of the configured micro batch. If it fails
+    instead, perhaps because the script compares the two, the flag is a guess.
 
     Args:
         outcomes: outcomes of the run so far, by trial id.
 
     Attributes:
-        name: flag that later trials get; empty if there is none.
-        is_guess: whether no trial has shown yet that the flag helps.
-        refused: by flag, message of a trial with it that could not be measured; no later trial gets
-            it. The script may feed another batch all the same, or have a constant accumulation.
+        name: flag that sets the micro batch in later trials; empty if there is none.
+        is_guess: whether `name` is a guess, because no trial has shown yet that it helps.
+        refused: flags that did not help, each with the message of the trial that showed it. For
+            example, the script may ignore its flag too, or have a fixed accumulation.
     """
 
     def __init__(self, outcomes: Mapping[int, Outcome]) -> None:
@@ -29,7 +29,7 @@ class BatchFlag:
         self.is_guess = False
         self.refused: dict[str, str] = {}
         self._outcomes = outcomes
-        self._is_needless = False  # a trial with another micro batch ran without
+        self._is_needless = False  # a trial with another micro batch ran without a flag
 
     def update(self, trial: Trial, outcome: Outcome, own_micro_batch: int) -> None:
         flag, found, kind = trial.batch_flag, outcome.batch_flag, outcome.kind
@@ -48,13 +48,13 @@ class BatchFlag:
             self.name, self.is_guess = flag, self.is_guess and not (outcome.ok and is_other)
         elif not found or found in self.refused:
             return
-        elif outcome.fixed_batch == own_micro_batch:  # a refused flag may hide another
+        elif outcome.fixed_batch == own_micro_batch:  # also after another flag was refused
             self.name, self.is_guess = found, False
         elif is_error and not (self.name or self._is_needless or outcome.completed_steps):
             self.name, self.is_guess = found, True
 
     def supersedes(self, trial: Trial) -> bool:
-        """Return whether a trial failed because it lacked the flag, so it may be run with it."""
+        """Return whether a failed trial may run again with the flag, because it lacked the flag."""
         outcome = self._outcomes.get(trial.id)
         if outcome is None or outcome.ok or not self.name or trial.batch_flag == self.name:
             return False

@@ -1,4 +1,4 @@
-"""The comparison of two configurations by pairs of runs."""
+"""Comparison of two configurations: by pairs of runs, or by a single run of each."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ from dataclasses import dataclass
 
 from dsat.values import student
 
-# Confidence of reported intervals. The number of pairs depends on their results, so an interval of
-# 97.5 % for a fixed number holds in 95 % of runs (`benchmarks/winners_curse.py`).
+# Confidence levels of reported intervals, and of a clear result. The number of pairs depends on
+# their results. So an interval of 97.5 % for a fixed number of pairs contains the true gain in 95 %
+# of searches (`benchmarks/winners_curse.py`).
 REPORTED, CLEAR = 0.975, 0.99
-_WIDEST = 100.0  # largest ratio of the ends of an interval that is shown
-# Up to this number of pairs, the search's runs count towards the spread. With more than one pair,
-# they do not if they differ from the pairs at this confidence.
+_WIDEST = 100.0  # an interval with a larger ratio of its ends is not shown
+# Up to `_FEW` pairs, runs of the search also count as measurements of the run-to-run variation.
+# With two or three pairs, such a run does not count if it differs from the pairs at the confidence
+# `_DIFFERENT`.
 _FEW, _DIFFERENT = 3, 0.95
 
-# Prior of a machine's run-to-run variation, and its degrees of freedom. With these, at 5 % of
-# variation and without finals, a configuration that is not better replaces the user's own in at
-# most 5 % of runs (`benchmarks/winners_curse.py`).
+# Prior of the run-to-run variation: standard deviation and degrees of freedom. With these values,
+# if runs vary by 5 % and there are no finals, at most 5 % of searches recommend a configuration
+# that is not better than the user's own (`benchmarks/winners_curse.py`).
 _PRIOR_SD, _PRIOR_FREEDOM = 0.02, 3
-# The same for pairs, with degrees of freedom by the number of pairs; three pairs need none. With
-# these, the median interval of two pairs is no wider than that of one. Intervals hold in 96 % of
-# runs at 5 % of variation, and in 92 % at 10 % (`tests/run/test_finals.py`).
+# The same for pairs, with degrees of freedom by the number of pairs; three pairs need no prior.
+# With these values, two pairs give no wider a median interval than one. Intervals contain the true
+# gain in 96 % of searches if runs vary by 5 %, and in 92 % if by 10 % (`tests/run/test_finals.py`).
 _PRIOR_SD_OF_PAIRS, _PRIOR_FREEDOM_OF_PAIRS = 0.03, {1: 3, 2: 1}
 
 
@@ -43,14 +45,14 @@ class Variation:
 def margin_of_single_runs(
     errors: tuple[float, float], tried: int, measured: Variation | None = None
 ) -> float:
-    """Return the half-width of the 95 % interval of the difference of two runs, in logarithms.
+    """Return the half-width of the 95 % interval of a log gain that two single runs show.
 
-    It is wide enough for the best of several (Bonferroni), and includes run-to-run variation, which
-    the errors within runs lack.
+    The better run may be the best of several, so their number widens the interval (Bonferroni).
+    Run-to-run variation, which the steps within a run do not show, is included.
 
     Args:
-        errors: standard errors of both, from the steps within each run.
-        tried: number of configurations that were compared.
+        errors: relative standard errors of both runs, from the steps within each.
+        tried: number of configurations, or of trials, from which the better one was chosen.
         measured: run-to-run variation; None if it was not measured.
     """
     freedom, squares = _PRIOR_FREEDOM, _PRIOR_FREEDOM * _PRIOR_SD**2
@@ -65,7 +67,7 @@ def margin_of_single_runs(
 
 @dataclass(frozen=True)
 class Gain:
-    """Ratio of two configurations and its 95 % confidence interval."""
+    """How many times better one configuration is than another, with a 95 % interval."""
 
     ratio: float
     low: float
@@ -86,17 +88,17 @@ def _margin(standard_error: float, freedom: int) -> float:
 
 
 def _squares_beside_drift(values: Sequence[float]) -> float:
-    """Return the sum of squared residuals from a straight line."""
+    """Return the sum of squared residuals from a straight line, which is a steady drift."""
     slope, start = statistics.linear_regression(range(len(values)), values)
     return sum((value - start - slope * at) ** 2 for at, value in enumerate(values))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Result of pairs of runs, as logarithms; larger is better.
+    """Result of pairs of runs, in logarithms of their values; a larger value is better.
 
     Attributes:
-        mean: mean difference within a pair, the second less the first.
+        mean: mean over the pairs of the second log value minus the first.
         standard_error, freedom: standard error of `mean`, and its degrees of freedom.
         variation: the measured run-to-run variation.
     """
@@ -110,22 +112,24 @@ class Comparison:
     def of_pairs(
         cls, pairs: Sequence[tuple[float, float]], before: tuple[float, float | None]
     ) -> Comparison:
-        """Compare the second of each pair with the first.
+        """Compare the second configuration of the pairs with the first.
 
-        Differences and sums of the pairs have the same spread, except that a steady drift of the
-        machine changes the sums. Up to three pairs are too few to estimate it well, so `before`
-        counts too: the first run, and with a single pair also the second. The first trial of a run
-        may differ far from all others, so with two or three pairs it does not count if it differs
-        significantly (Bancroft, Annals of Mathematical Statistics 15 (1944)).
+        The differences within pairs show the run-to-run variation. So do the sums of pairs, after a
+        steady drift of the machine is subtracted. Up to three pairs are too few for a good
+        estimate, so the first configuration's run before the pairs counts too; with a single pair,
+        also the second's. With two or three pairs, that run does not count if it differs
+        significantly, because the first trial of a search may differ far from all others (Bancroft,
+        Annals of Mathematical Statistics 15 (1944)).
 
         Args:
-            before: the search's run of both; None for one that did not run alone as the pairs do.
+            pairs: log values of the first and the second configuration.
+            before: log values of both in the search; None for a run that did not run alone.
         """
         count = len(pairs)
         differences = [second - first for first, second in pairs]
         mean = statistics.fmean(differences)
-        # Squares of differences, of sums, and of a run less the mean of others: each degree of
-        # freedom is expected to contribute twice a run's variance.
+        # Sum of squares of differences, of sums, and of a run minus the mean of others. Each degree
+        # of freedom is expected to add twice the variance of a run.
         squares = sum((difference - mean) ** 2 for difference in differences)
         freedom = count - 1
         if count > 2:
@@ -143,8 +147,9 @@ class Comparison:
             if count == 1 or square <= limit:
                 squares, freedom = squares + square, freedom + 1
         variation = Variation(math.sqrt(squares / freedom / 2), freedom)
-        # An error estimated from a few differences is often far too large by chance, so use the
-        # smaller margin. It misses in no more cases than both margins together.
+        # A standard error from few differences is often far too large by chance. So use the smaller
+        # of two margins, without and with the prior. It misses the true gain no more often than
+        # both margins together.
         errors = [
             (math.sqrt(total / known / count), known)
             for total, known in ((squares, freedom), (squares + prior, freedom + more))
@@ -166,10 +171,13 @@ class Comparison:
         return self.mean > self.margin
 
     def is_clear(self, least: float | None) -> bool:
-        """Return whether one is better with 99 % confidence, or no worthwhile gain is possible.
+        """Return whether further pairs are unnecessary.
+
+        They are if one configuration is better with 99 % confidence, or if a worthwhile gain is
+        excluded with 99 % confidence.
 
         Args:
-            least: logarithm of the smallest worthwhile gain; None if every gain is.
+            least: logarithm of the smallest worthwhile gain; None if every gain is worthwhile.
         """
         margin = student.half_width(CLEAR, self.freedom) * self.standard_error
         return abs(self.mean) > margin or (least is not None and self.mean + margin < least)

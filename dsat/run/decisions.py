@@ -22,11 +22,11 @@ from dsat.space.plan import BY_FORMULA, NO_MEMORY_MODEL, Plan
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 
-# Without finals, the user's own configuration is measured again after the first number of trials,
-# in runs of at least the second number. Of searches by `asha` with 14 trials and nothing to gain,
-# without the repeat 26 % recommended another configuration if runs vary by 10 %, and 59 % at 20 %;
-# with it, 11 and 20 % (`benchmarks/winners_curse.py` with these worlds, 200 seeds). Up to 5 % of
-# variation, at most 5 % do so in both cases. Finals repeat it anyway.
+# Without finals, the user's own configuration is repeated after `_REPEAT_AFTER` trials, if the run
+# has at least `_LEAST_RUN_WITH_REPEAT`. Otherwise, too many searches recommend a configuration that
+# is no better: of `asha` searches with 14 trials and nothing to gain, 26 % do if runs vary by 10 %,
+# and 59 % if by 20 %. With the repeat, 11 % and 20 % do. If runs vary by up to 5 %, at most 5 % do,
+# with or without the repeat (`benchmarks/winners_curse.py`, 200 seeds).
 _REPEAT_AFTER, _LEAST_RUN_WITH_REPEAT = 5, 12
 _HOPELESS_AFTER = 4  # a search ends after this many failures if all trials failed
 
@@ -42,10 +42,10 @@ Step = Trial | BeginFinals | Wait | Stop
 
 
 class Decisions:
-    """Decisions on the trials of a run: the user's own configuration, the search, the finals.
+    """Choice of a run's next step: the user's own configuration, then the search, then the finals.
 
-    Decisions follow from the state of the run. No recorded decision is made again: a run continues
-    by applying the events of its journal.
+    Decisions depend on the state of the run alone. A resumed run applies the decisions that its
+    journal contains, instead of making them again.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -70,13 +70,13 @@ class Decisions:
                 self._profiling.update(trial, event["outcome"])
             is_other, outcome = self.run.batch_flag.name != flag, event["outcome"]
             if is_other or outcome.fixed_batch is not None or outcome.batch_flag:
-                self._searching = None  # its space has other micro batches, or trials another flag
+                self._searching = None  # rebuild it with other micro batches or flag
 
     def find_reusable(self, earlier: Sequence[Measured]) -> Iterator[tuple[Trial, Measured]]:
-        """Yield trials of this run that earlier runs have measured already.
+        """Yield new trials that need not run, each with its measurement in an earlier run.
 
-        While the model is being profiled, that is only the next trial; after that, all trials in
-        the search space. The caller must enter each before it asks for the next.
+        Until the model is profiled, that is at most the next trial. During the search, it is any
+        configuration of the space. The caller must record each trial before it requests the next.
         """
         search = self._search
         if search is not None:
@@ -114,7 +114,7 @@ class Decisions:
             return step
         if run.finals is not None:
             return self._continue_finals(run.finals, step.reason)
-        # To propose fits the search's model to all trials, also after a resumption.
+        # `propose` also fits the search's model, which `predicted` needs after a resumption.
         converged = not self._is_budget_used or isinstance(search.propose(), Stop)
         event = self._finals.begin(step.reason, search.predicted)
         return step if event is None else BeginFinals({**event, "converged": converged})
@@ -149,10 +149,10 @@ class Decisions:
 
     @property
     def _is_budget_used(self) -> bool:
-        """Return whether no trials remain but those reserved for finals.
+        """Return whether all remaining trials are reserved for finals.
 
         None are reserved if the user's own configuration was not measured, or if all trials of the
-        search failed so far: no finals could follow.
+        search have failed, because no finals can follow then.
         """
         run, trials = self.run, self.run.trials.values()
         searched = [run.outcomes.get(each.id) for each in trials if each.kind is TrialKind.SEARCH]
@@ -186,7 +186,7 @@ class Decisions:
 
     @property
     def _plan_of_search(self) -> Plan:
-        """The plan; with a single micro batch if the script feeds no other."""
+        """The plan; limited to one micro batch if the script always feeds that one."""
         outcomes = self.run.outcomes.values()
         fixed = next((each.fixed_batch for each in outcomes if each.fixed_batch), None)
         if fixed is None or self.run.batch_flag.name:
@@ -196,7 +196,7 @@ class Decisions:
 
     @property
     def stop_reason(self) -> str | None:
-        """The reason that no further trial starts, or None."""
+        """The reason why no further trial starts; None if one may start."""
         step = self.next_step()
         return step.reason if isinstance(step, Stop) else None
 
@@ -206,7 +206,7 @@ class Decisions:
 
     @property
     def needs_memory_basis(self) -> bool:
-        """Return whether the run waits for the basis of memory predictions."""
+        """Return whether the search must wait for simulated memory (`Tuner.set_memory_basis`)."""
         by_itself = self.plan.memory_model in (BY_FORMULA, NO_MEMORY_MODEL)
         return self._profiling.over and not by_itself and self.run.memory_basis is None
 
@@ -216,12 +216,12 @@ class Decisions:
 
     @property
     def forecast(self) -> Forecast | None:
-        """Memory predictions of the search; None without, or before it begins."""
+        """Memory predictions; None before the search begins, or if it has no predictions."""
         search = self._search
         return None if search is None else search.forecast
 
     def reference_configs(self) -> list[dict[str, Any]]:
-        """Return the first configuration of each searched strategy and parallelism."""
+        """Return one configuration of each searched strategy and parallelism, for simulations."""
         space, configs = self._profiling.make_space(self.plan), []
         for branch in space.branches:
             for settings in branch.of_each_parallelism():
@@ -231,7 +231,10 @@ class Decisions:
 
 
 def _is_hopeless(run: Run) -> bool:
-    """Return whether all trials failed, several in ways that other configurations would too."""
+    """Return whether all trials ended in errors that no other configuration is likely to avoid.
+
+    At least `_HOPELESS_AFTER` of them must have another cause than too few training data.
+    """
     tried = [o for i, o in run.outcomes.items() if run.trials[i].kind in SEARCHED]
     failed = [o for o in tried if o.kind in (OutcomeKind.ERROR, OutcomeKind.INVALID)]
     final = sum(not outcome.smaller_may_run for outcome in failed)

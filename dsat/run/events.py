@@ -41,10 +41,10 @@ VALUES_OF: Mapping[str, Mapping[str, Any]] = {
     EVENT_PAUSED: {},
     EVENT_STOPPED: {"reason": str},
 }
-# Optional values of any event. `time_s`: date, in seconds since the epoch; absent in earlier
-# versions. `converged`, `reserves`, `least_gain`, `first_look`, `most_failures`: values of finals.
-# In earlier versions, they are absent (`converged` is in the event of a new budget instead), finals
-# were judged from the second pair on, and a pick was replaced when it failed once.
+# Optional values of any event. `time_s` is a date, in seconds since the epoch; earlier versions did
+# not write it. `converged`, `reserves`, `least_gain`, `first_look` and `most_failures` belong to
+# finals. Earlier versions did not write these: they judged finals from the second pair on, replaced
+# a pick at its first failure, and wrote `converged` into the event of a new budget.
 _VALUES_OF_ALL: Mapping[str, Any] = {
     "elapsed_s": float,
     "time_s": float,
@@ -62,7 +62,11 @@ _TIMES_S = range(253_402_214_400)  # valid dates, up to a day before the year 10
 
 
 def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Decode the values of an event; the inverse of `encode`. Raises DecodeError."""
+    """Decode the event in a line of a journal; the inverse of `encode`.
+
+    Raises:
+        DecodeError: a value is missing or invalid.
+    """
     kinds = VALUES_OF.get(decode(str, line["event"], "event"), {})
     values = dict(line)
     for key, kind in {**kinds, **_VALUES_OF_ALL}.items():
@@ -77,7 +81,7 @@ def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def raise_as_corrupt_journal(number: int, name: str = "the journal") -> Iterator[None]:
-    """Convert errors while an event is decoded or applied to a JournalError.
+    """Raise JournalError for errors in decoding or applying an event.
 
     Raises:
         JournalError: a value is damaged, or the event does not fit those before it.

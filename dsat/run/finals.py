@@ -1,14 +1,14 @@
-"""The finals: re-runs of the search's best and the user's own configuration, in turns.
+"""The finals: alternating re-runs of the search's best configuration and the user's own.
 
 The best of many noisy measurements is usually lucky (the winner's curse), so the gain is measured
-anew. The pick, which has the best expected value, and the user's own configuration run in pairs,
-and the mean gain is that of the pairs alone. The order within pairs alternates, so that a machine
-that slows down steadily favours neither.
+anew. The configuration with the best expected value is the pick. The pick and the user's own
+configuration run in pairs, and the reported gain is the mean of the pairs alone. The order within
+pairs alternates, so that a machine that slows down steadily favours neither.
 
-Pairs are judged at a few fixed numbers only, and end early if a 99 % interval excludes "no gain"
-(Haybittle 1971, Peto 1976) or any worthwhile gain. Since the number of pairs still depends on their
-results, the reported 95 % interval is as wide as one of 97.5 % for a fixed number of pairs.
-`benchmarks/winners_curse.py` measures its coverage with the tuner.
+The pairs are judged only after certain numbers of pairs. They end early if a 99 % interval excludes
+"no gain" (Haybittle 1971, Peto 1976) or any worthwhile gain. Since the number of pairs still
+depends on their results, the reported 95 % interval is as wide as one of 97.5 % for a fixed number
+of pairs. `benchmarks/winners_curse.py` measures how often the interval contains the true gain.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from dsat.run.comparison import Comparison, Gain, margin_of_single_runs
 MOST_TRIALS, LEAST_TRIALS = 15, 5
 _UNCLEAR = 7  # allowed regardless of time: three pairs, and a run with the user's global batch
 SHARE, MOST_COST = 0.25, 0.30
-# Runs with fewer trials than the first have one pair of finals; with fewer than the second, none.
+# Runs of fewer than `SHORT_RUN` trials have one pair of finals; of fewer than `LEAST_RUN`, none.
 SHORT_RUN, LEAST_RUN = 12, 4
 PAIR = 2
-MOST_FAILURES = 2  # of re-runs of a configuration, before it takes no further part
+MOST_FAILURES = 2  # re-runs; after these, a configuration takes no further part
 
-# Numbers of pairs at which they are judged, besides the end of the budget. One pair suffices for a
-# clear gain or loss of 1.3x. With 1.5x, gains of 1.4x to 1.5x on a noisy machine took two or three
-# pairs (`benchmarks/native.py`). At 5 % of variation, 1.4x is reported 2 to 3 points too high.
+# Numbers of pairs after which the pairs are judged. One pair suffices only for a clear gain or loss
+# of 1.3x (`_LARGE`) or more. With 1.5x, gains of 1.4x to 1.5x on a noisy machine took two or three
+# pairs (`benchmarks/native.py`). With 1.3x, if runs vary by 5 %, a gain of 1.4x is reported 2 to 3
+# percentage points too high.
 FIRST_LOOK, _LARGE = 1, math.log(1.3)
 _LOOKS = (FIRST_LOOK, 2, 3, 5, 8, 13, 21, 34, 55)
 _LEAST_ERROR = 0.003  # smallest difference that a run can resolve, as a logarithm
@@ -42,11 +43,11 @@ _MEMORY_STEP = math.log(1.05)  # memory that differs by a smaller factor counts 
 
 
 def reserved(max_trials: int, asked: int | None = None) -> int:
-    """Return the number of trials that a search leaves to the finals; 0 for none.
+    """Return the number of trials that a search reserves for the finals; 0 for no finals.
 
-    `asked` is the user's limit, or None for a share of all trials.
+    `asked` is the user's limit on the finals; None reserves a share of all trials.
     """
-    if asked is not None:  # leave the baseline, perhaps a profile, and a candidate
+    if asked is not None:  # keep trials for the baseline, perhaps a profile, and a candidate
         found = min(asked, max(reserved(max_trials), max_trials - 3))
         return found if found >= PAIR else 0
     if max_trials < SHORT_RUN:
@@ -58,6 +59,8 @@ def budget(max_trials: int, searched: int, asked: int | None = None, *, cost: fl
     """Return the number of trials allowed in the finals after a search; 0 if less than a pair.
 
     Args:
+        searched: number of trials before the finals.
+        asked: as in `reserved`.
         cost: duration of a trial of the finals, as a fraction of the search's time.
     """
     most, left = reserved(max_trials, asked), max_trials - searched
@@ -72,14 +75,14 @@ class Contestant:
     """A configuration as the search measured it.
 
     Attributes:
-        trial_id: trial that would be run again.
+        trial_id: trial of the search; the finals would run its configuration again.
         log_value: logarithm of the measured value; larger is better.
         standard_error: standard error of `log_value` in a single run.
         memory_bytes: peak memory of a device; None if unknown.
         changes: number of settings that differ from the user's own configuration.
         ran_alone: whether no other trial ran at the same time.
-        predicted: `log_value` predicted by the search; equal for all if it has no model of speed,
-            and the measured one if it has no prediction.
+        predicted: the search's prediction of `log_value`. Equal for all configurations if the
+            search has no model of speed; equal to `log_value` if there is no prediction.
     """
 
     trial_id: int
@@ -103,8 +106,9 @@ def rank_by_expectation(
 ) -> list[Contestant]:
     """Rank configurations for the comparison with the user's own.
 
-    First comes the one with the smallest `size` among those expected to be within `indifference` of
-    the fastest, then the others by expected value.
+    Configurations are nearly best if their expected value is at most the fraction `indifference`
+    below the best. First comes the nearly best one with the smallest `size`; then come all others,
+    by expected value.
     """
     expected = dict(zip(tried, _expect_again(list(tried)), strict=True))
     level = max(expected.values()) - math.log1p(indifference)
@@ -116,11 +120,12 @@ def rank_by_expectation(
 
 
 def _expect_again(contestants: Sequence[Contestant]) -> list[float]:
-    """Return the expected logarithm of each value on a re-run.
+    """Return the expected log value of each configuration in a re-run.
 
-    A noisy measurement above its prediction is mostly luck, so each is shrunk towards its
-    prediction plus the mean error of predictions. The less these errors vary beyond the measurement
-    errors, the more they shrink (DerSimonian and Laird, Controlled Clinical Trials 7 (1986)).
+    A noisy measurement above its prediction is mostly luck. So each measurement is shrunk towards
+    its prediction plus the mean error of all predictions. The better noise explains how these
+    errors vary, the more measurements are shrunk (DerSimonian and Laird, Controlled Clinical Trials
+    7 (1986)).
     """
     values = [c.log_value - c.predicted for c in contestants]
     variances = [max(c.standard_error, _LEAST_ERROR) ** 2 for c in contestants]
@@ -142,7 +147,7 @@ def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 class Role(str, enum.Enum):
-    """Configuration of a turn of the finals."""
+    """Which configuration a turn of the finals runs."""
 
     OWN = "own"
     LEADER = "leader"
@@ -159,13 +164,13 @@ class Turn:
 
 @dataclass(frozen=True)
 class Rules:
-    """What the finals allow, and when they end.
+    """Limits of the finals.
 
     Attributes:
         trials: number of runs allowed.
         indifference: gain, as a fraction, below which a larger global batch is not worth it.
-        least_gain: pairs end early once the gain is surely below this fraction; None for never.
-        first_look: number of pairs at the first judgement.
+        least_gain: pairs end early once the gain is surely below this fraction; None for no limit.
+        first_look: number of pairs after which the pairs are judged for the first time.
         most_failures: number of failed re-runs after which the next candidate replaces the pick.
     """
 
@@ -177,7 +182,7 @@ class Rules:
 
     @classmethod
     def of_event(cls, event: Mapping[str, Any]) -> Rules:
-        """Return the rules in a journal; see `events` for what earlier versions lack."""
+        """Return the rules that a finals event states, or that its version of dsat had."""
         return cls(
             trials=event["trials"],
             indifference=event["indifference"],
@@ -191,7 +196,7 @@ class Finals:
     """The state of the finals: which configuration runs next, and in the end which one won.
 
     Args:
-        candidates: best first; each replaces the one before if that fails or trains differently.
+        candidates: best first; if one fails or trains differently, the next replaces it.
         same_batch: trial ids of candidates with another global batch than the user's, for which a
             configuration with the user's global batch runs too.
 
@@ -271,11 +276,11 @@ class Finals:
 
     @property
     def same_batch_gain(self) -> Gain | None:
-        """Gain of the configuration at the user's global batch; None without its run or a pair."""
+        """Gain of the configuration with the user's global batch; None until it and a pair ran."""
         comparison = self.comparison
         if self._same_batch is None or comparison is None:
             return None
-        # A single run shows no variation, so its margin is that of a single pair.
+        # A single run shows no variation, so it gets the margin of a single pair.
         margin = comparison.margin * math.sqrt(len(self.pairs))
         return Gain.of_log(self._same_batch, margin)
 
@@ -284,7 +289,7 @@ class Finals:
 
         Args:
             log_value: None for a failure.
-            may_repeat: whether a pick that failed stays in the finals.
+            may_repeat: whether a pick that failed may stay in the finals.
         """
         turn = self._queue.pop(0)
         self.used += 1
@@ -300,7 +305,7 @@ class Finals:
             self._continue()
 
     def extend(self, trials: int) -> None:
-        """Allow this many runs if that is more; pairs that are not clear yet go on."""
+        """Raise the limit of runs if it is lower than `trials`; pairs continue until clear."""
         if trials > self._rules.trials:
             self._rules = replace(self._rules, trials=trials)
             if self.over:
@@ -329,7 +334,7 @@ class Finals:
             self._same_batch_due = False
 
     def _handle_failure(self, turn: Turn, may_repeat: bool) -> None:
-        """Run the configuration again if that may help; else end with its pairs, or replace it."""
+        """Run the configuration again if that may help; else end the finals or replace the pick."""
         if turn.role is Role.OWN:
             self._own_failures += 1
             may_repeat = not self.own_failed
@@ -346,7 +351,7 @@ class Finals:
                 self.pick = self._surely_better()
 
     def _surely_better(self) -> Contestant | None:
-        """Return the first candidate left that the search measured as surely better, or None."""
+        """Return the next candidate whose single run surely beats the user's own, or None."""
 
         def least(candidate: Contestant) -> float:
             errors = candidate.standard_error, self.own.standard_error
@@ -367,7 +372,7 @@ class Finals:
             self._next_pair()
 
     def _decided(self) -> bool:
-        """Return whether the pairs suffice: only at fixed numbers of pairs, or if `own_failed`."""
+        """Return whether to end: `own_failed`, or a clear result after a count in `_LOOKS`."""
         if self.own_failed:
             return True
         comparison, count = self.comparison, len(self.pairs)

@@ -1,4 +1,4 @@
-"""The phase of the finals: which configurations take part, and the trial of each turn."""
+"""The finals of a run: which configurations take part, and the trial of each turn."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dsat.run.trial_factory import TrialFactory, count_finals
 from dsat.space.plan import Plan
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 
-_RESERVES = 3  # for a pick that fails or trains differently
+_RESERVES = 3  # candidates that can replace a pick that fails or trains differently
 
 
 class FinalsPhase:
-    """The trials that `Run.finals` decides, one at a time and alone on the machine."""
+    """Start of the finals, and their trials, which run one at a time and alone on the machine."""
 
     def __init__(self, plan: Plan, run: Run, trials: TrialFactory) -> None:
         self._plan = plan
@@ -66,14 +66,14 @@ class FinalsPhase:
         }
 
     def _one_of_each_strategy(self, ranked: list[int]) -> list[int]:
-        """Return leader and reserves, the best of each strategy first, in case a strategy fails."""
+        """Return the leader and reserves: first the best of each strategy, in case one fails."""
         first: dict[str, int] = {}
         for trial_id in ranked:
             first.setdefault(self._run.trials[trial_id].strategy, trial_id)
         return list(dict.fromkeys([*first.values(), *ranked]))[: 1 + _RESERVES]
 
     def _cost(self, own: Trial, leader: Trial) -> float:
-        """Return the expected duration of a final, as a fraction of that of all trials so far."""
+        """Return the expected duration of a final trial, as a fraction of that of all trials."""
         outcomes = self._run.outcomes
         took_s = sum(outcome.duration_s for outcome in outcomes.values())
         of_both_s = outcomes[own.id].duration_s + outcomes[leader.id].duration_s
@@ -107,8 +107,8 @@ class FinalsPhase:
         """Return the configuration to compare at the user's global batch size.
 
         It is the best one that the search measured at that size; else the pick's settings, with
-        gradient accumulation if necessary. None if the pick has that size itself, if that would be
-        the user's own configuration, or if no allowed micro batch divides the size.
+        gradient accumulation if necessary. None if the pick has that size itself, if the result
+        would be the user's own configuration, or if no allowed micro batch divides the size.
         """
         plan, run = self._plan, self._run
         own = plan.own_batch
@@ -136,10 +136,10 @@ class FinalsPhase:
 
 
 def contenders(run: Run) -> list[Trial]:
-    """Return trials of the search that the finals may compare with the user's own.
+    """Return the trials of the search that the finals may compare with the user's own.
 
-    If the user's own is the best, these are only trials whose interval includes a worthwhile gain,
-    and trials that ran beside others while the user's own ran alone.
+    If the user's own is the best, only two kinds of trials remain: those whose interval includes a
+    worthwhile gain, and those that ran beside other trials although the user's own ran alone.
     """
     tried = [trial for trial in searched(run) if run.plan.admits(trial.batch)]
     if run.leader is not run.baseline:

@@ -15,14 +15,14 @@ from dsat.errors import JournalError, JournalLocked
 from dsat.values.files import PRIVATE_FILE, PRIVATE_FOLDER
 
 MARK_FILE = ".dsat"
-_TRY_FOR_S = 1.0  # `is_locked` holds a shared lock for microseconds
+_TRY_FOR_S = 1.0  # retry, because `is_locked` holds a shared lock for microseconds
 
 
 class FolderLock:
-    """Lock of a folder against other dsat processes until it is closed; it creates the folder.
+    """Lock of a folder against other dsat processes, from creation to `close`.
 
-    It is a lock of the kernel on a file that stays in the folder, so it ends with the process that
-    holds it.
+    It creates the folder if necessary. The kernel holds the lock, on a file in the folder, so the
+    lock ends with its process.
 
     Raises:
         JournalLocked: another process works there; the message names it.
@@ -74,7 +74,7 @@ def _lock(descriptor: int) -> None:
 
 
 def is_locked(folder: Path) -> bool:
-    """Return whether a process holds a folder's lock; False if there is no file or no support."""
+    """Return whether a process has locked a folder; False without lock file or lock support."""
     try:
         with open(folder / MARK_FILE, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

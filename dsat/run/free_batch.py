@@ -32,7 +32,10 @@ class FreeBatch:
 
 
 def leaves_nothing_to_trade(plan: Plan) -> bool:
-    """Return whether the plan keeps the global batch, which is one sample per group of devices."""
+    """Return whether the plan keeps a global batch of one sample per data-parallel group.
+
+    With such a batch, neither a larger micro batch nor less accumulation is possible.
+    """
     return (
         plan.train_batch_size is not None and plan.own_batch.micro_batch == 1 == plan.own_batch.gas
     )
@@ -40,7 +43,7 @@ def leaves_nothing_to_trade(plan: Plan) -> bool:
 
 @one_thread()
 def predict(run: Run) -> FreeBatch | None:
-    """Predict the smallest micro batch with nearly the largest gain; None if it is 1 or unknown."""
+    """Predict the smallest micro batch that gains nearly the most; None if it is 1 or unknown."""
     own, objective = run.baseline, run.plan.objective
     if run.profile is None or own is None or objective.smaller_is_better or run.value(own) is None:
         return None

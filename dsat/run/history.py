@@ -69,8 +69,8 @@ class Measured:
 def reusable_trials(runs: Iterable[Run], plan: Plan, info: Mapping[str, Any]) -> list[Measured]:
     """Return trials of earlier runs that a plan can use, in order.
 
-    Failures other than running out of device memory are left out, to be tried again; so are finals,
-    most of which repeat other trials.
+    Finals are excluded, because most of them repeat other trials. So are failures other than
+    running out of device memory, which a new run tries again.
     """
     return [
         Measured(trial, outcome, run.neighbours.get(trial.id, 0))

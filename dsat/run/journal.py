@@ -77,7 +77,7 @@ class Journal:
 
 
 class MemoryJournal:
-    """A journal without a file, for callers that make it durable themselves.
+    """A journal without a file, for callers that store its events themselves.
 
     Appended events are converted to JSON and back, as in a file.
     """
@@ -113,7 +113,7 @@ def parse(content: bytes, name: str) -> tuple[list[dict[str, Any]], int]:
             if not isinstance(event, dict) or "event" not in event:
                 raise ValueError
             is_newer = event.get("schema", 0) > SCHEMA_VERSION
-            if b"\\ud" in line.lower():  # bytes of a path that are not UTF-8; no other surrogate
+            if b"\\ud" in line.lower():  # allow only bytes of a path that are not UTF-8
                 json.dumps(event, ensure_ascii=False).encode("utf-8", "surrogateescape")
         except (ValueError, TypeError, RecursionError):
             raise JournalError(

@@ -17,7 +17,10 @@ _POLL_S = 0.5
 
 
 class Observer(Protocol):
-    """Observer of a run; by default, its methods do nothing."""
+    """Observer of a run: its trials, the start of its search, and every poll of the engine.
+
+    By default, the methods do nothing.
+    """
 
     def started(self, run: Run, trial: Trial) -> None:
         return
@@ -42,11 +45,11 @@ def drive(
 ) -> None:
     """Run trials until the tuner is finished.
 
-    Interrupted trials, which have no outcome, are run again first.
+    If the run was interrupted, trials without an outcome run again first.
 
     Args:
         max_slots: limit on the devices in use; None for all devices of the engine.
-        survey: returns the basis of memory predictions; required if the plan simulates memory.
+        survey: simulates what memory predictions start from; required if the plan simulates memory.
     """
     run, per_trial = tuner.run, tuner.plan.slots_per_trial
     left_over = run.running

@@ -13,19 +13,20 @@ from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from dsat.values.zero_strategy import NVME, Strategy, of_config
 
-# Parts of a traceback's line whose code is not the user's: installed packages, Python's own
-# modules, code without a file, and compiled kernels.
+# A line of a traceback with one of these parts is not from the user's code: installed packages,
+# Python's own modules, code without a file, and compiled kernels.
 _IN_LIBRARY = ("-packages/", "/deepspeed/", "/lib/python3.", '"<', "torchinductor_")
 
 
 class ProfilePhase:
-    """The user's own configuration; if it fails, others until a trial runs.
+    """The first trials: the user's own configuration and, if it fails, others until one runs.
 
-    These have the smallest micro batch, then other strategies too, then more devices per sample.
+    First, the others differ in their micro batch only, which is the smallest; then also in their
+    strategy, then also in the number of devices that share a sample.
 
     Attributes:
         profile: the model's profile; None before a trial ran.
-        failure: why the model cannot be profiled; None as long as it may be.
+        failure: why the model cannot be profiled; None while it still may be.
     """
 
     def __init__(self, plan: Plan, trials: TrialFactory) -> None:
@@ -34,10 +35,10 @@ class ProfilePhase:
         self._keeps_micro_batch = False  # in the search; see `strategies.keeps_micro_batch`
         self._plan = plan
         self._trials = trials
-        self._ladder = list(strategies.rungs(plan))  # rungs that were not tried yet
+        self._ladder = list(strategies.rungs(plan))  # strategies that were not tried yet
         self._is_on_ladder = False
         self._divisions = strategies.divisions(plan)  # tried one by one if no rung fits
-        self._last_error: str | None = None  # message of the last trial if that was an error
+        self._last_error: str | None = None  # of the last trial; None unless it was an ERROR
         self._tried: set[int] = set()  # micro batches that failed in this strategy
         # Replacements for the user's strategy, which DeepSpeed refused or which did not fit.
         self._strategies: list[Strategy] = []
@@ -97,12 +98,12 @@ class ProfilePhase:
             self._keeps_micro_batch = strategies.keeps_micro_batch(self._plan, outcome)
 
     def _may_fit_smaller(self, outcome: Outcome) -> bool:
-        """Return whether the smallest micro batch may train where the user's own failed."""
+        """Return whether the smallest micro batch may run although the user's own failed."""
         own = self._plan.own_batch
         if outcome.kind is OutcomeKind.INVALID:
             return outcome.smaller_may_run and own.micro_batch > self._smallest_micro_batch
         if outcome.kind is OutcomeKind.ERROR:
-            return False  # `_on_failure` decides, which tries both micro batches
+            return False  # `_on_failure` decides: it tries both micro batches
         return own.config() != self._overrides(self._smallest_micro_batch)
 
     def _on_failure(self, trial: Trial, outcome: Outcome) -> None:
@@ -138,7 +139,7 @@ class ProfilePhase:
             self.failure = outcome.describe(name_of_trial(trial))
 
     def _begin_again(self) -> None:
-        """Begin again with the smallest micro batch, in another strategy or division."""
+        """Begin again with the smallest micro batch, in another strategy or parallelism."""
         self._tried.clear()
         self._next_micro_batch = self._smallest_micro_batch
 
@@ -158,14 +159,14 @@ class ProfilePhase:
         return self._plan.allowed_micro_batches[0]
 
     def _overrides(self, micro_batch: int) -> dict[str, Any]:
-        """Return the overrides of a profile trial in the current strategy and division."""
+        """Return the overrides of a profile trial in the current strategy and parallelism."""
         own = of_config(self._plan.base_config)
         strategy = self._strategies[0] if self._strategies else own
         return strategies.profile_overrides(self._plan, strategy, micro_batch, self._divisions[0])
 
 
 def name_of_trial(trial: Trial) -> str:
-    """Return the name of one of the first trials in messages."""
+    """Return how messages call one of the first trials."""
     own = trial.kind is TrialKind.BASELINE
     return "your own configuration" if own else "the profile trial"
 
@@ -173,8 +174,8 @@ def name_of_trial(trial: Trial) -> str:
 def _is_of_script(trial: Trial, outcome: Outcome) -> bool:
     """Return whether the script failed for a reason other than the configuration.
 
-    It failed before it had an engine, or its own code raised an error after whole optimizer steps
-    of the user's own configuration.
+    That is so if it failed before it had an engine, or if its own code raised an error after whole
+    optimizer steps with the user's own configuration.
     """
     if outcome.before_engine:
         return True

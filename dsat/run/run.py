@@ -19,7 +19,7 @@ from dsat.values import hazards
 from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import Trial, TrialKind
 
-TIMES_THE_OWN = 20.0  # a trial may always measure for the time of this many steps of the user's own
+TIMES_THE_OWN = 20.0  # a trial may always measure for the duration of this many of the user's steps
 
 
 class Run:
@@ -30,12 +30,12 @@ class Run:
         info: name, versions and machine, from the journal's first line.
         earlier: ids of trials that are reused from earlier runs and cost nothing.
         repeat: second trial of the user's own configuration, in a run without finals.
-        leader: best trial before the finals with admitted batch sizes; may be the user's own.
+        leader: best trial before the finals whose batch sizes the plan admits; may be the user's.
         finals: finals after the search; None before, without finals, or once the search resumed.
-        training: comparison of losses.
+        training: comparison of losses and gradients with the user's own configuration.
         batch_flag: the script's flag for its micro batch.
         repeated: by id of a final or repeat, the id of the trial that it runs again.
-        profiled: outcome of the latest trial to profile the model; without a profile if it failed.
+        profiled: outcome of the latest trial that was to profile the model; it may have failed.
         disqualified: by trial id, why a configuration of the finals is excluded although it ran.
         same_batch_final: final at the user's global batch; None without one.
         search_ended: why the search ended; None before the finals began.
@@ -44,10 +44,10 @@ class Run:
             stay valid until it begins a trial.
         stop_reason: why the run ended; None while it runs or if it was interrupted.
         paused: whether it was interrupted and did not continue.
-        neighbours: by trial id, the largest number of other trials at the same time.
+        neighbours: by trial id, the largest number of other trials that ran at the same time.
         running_s: wall time without pauses, from the command's start to the last event.
-        ended_s, ended_at_s: by trial id, `running_s` at its end, and that date in seconds since the
-            epoch; None if the journal does not tell it.
+        ended_s, ended_at_s: by trial id, its end as `running_s`, and as a date in seconds since the
+            epoch; the date is None if the journal has no dates.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Run:
                     ds_config.check_sections(config, where=event["trial"].name)
 
     def apply(self, event: Mapping[str, Any]) -> None:
-        """Apply one event; an event of an unknown kind has no effect but its duration."""
+        """Apply one event; of an event of an unknown kind, only the duration counts."""
         kind = event["event"]
         self.paused = kind == events.EVENT_PAUSED
         self.running_s += event.get("elapsed_s", 0.0)
@@ -204,7 +204,7 @@ class Run:
             finals.forget_same_batch()
 
     def contestant(self, trial: Trial, predicted: float | None = None) -> Contestant:
-        """Return a trial that ran as a `Contestant`; `predicted` is its predicted log value."""
+        """Return the `Contestant` of a measured trial; `predicted` is its predicted log value."""
         outcome, value, variation = self.outcomes[trial.id], self.value(trial), self.variation
         if value is None or outcome.metrics is None:
             raise ValueError(f"trial {trial.id} was not measured")
@@ -224,7 +224,7 @@ class Run:
     def changes(self, trial: Trial) -> dict[str, tuple[Any, Any]]:
         """Return settings and switches that differ from the user's own, except batch sizes.
 
-        They map a dotted path to the user's value and the trial's; None for one that is not set.
+        Each dotted path maps to the user's value and the trial's; None is a value that is not set.
         """
         key = trial.id, self.profiled is not None  # the profile lists the script's switches
         if key not in self._changes:
@@ -242,8 +242,8 @@ class Run:
     def best(self) -> Trial | None:
         """Trial of the recommended configuration; None if no admitted trial ran.
 
-        It is the finals' winner. Before their end, it is the best trial that surely beats the
-        user's own, else the user's own; also the latter if it is faster in the pairs so far.
+        After the finals, it is their winner. Before, it is the best trial that surely beats the
+        user's own; without one, or if the pairs so far show no gain, it is the user's own.
         """
         finals, own = self.finals, self.baseline
         if finals is None or not finals.over:
@@ -261,7 +261,7 @@ class Run:
 
     @property
     def _surely_best(self) -> Trial | None:
-        """Best of the trials that surely beat the user's own (by enough), or have no comparison."""
+        """Best trial that surely beats the user's own by enough, or cannot be compared with it."""
         admitted = [trial for trial in searched(self) if self.plan.admits(trial.batch)]
         eligible = [trial for trial in admitted if trial.id not in self.disqualified]
         ranked = sorted(eligible, key=lambda t: self._objective.loss(self.value(t) or 0.0))
@@ -316,9 +316,9 @@ class Run:
     def longest_s(self, kind: TrialKind) -> float | None:
         """Return the time limit of a trial's measurement in seconds; None for no limit.
 
-        It is the longer of `Plan.longest_s` and 20 of the user's own steps; half of that in the
-        search if finals follow, which saves a third if steps are long and noisy
-        (`benchmarks/native.py`).
+        It is `Plan.longest_s` or the time of 20 steps of the user's own configuration, whichever is
+        longer; if that did not run, 20 of the fastest steps. If finals follow, the search has half
+        of it, which saves a third if steps are long and noisy (`benchmarks/native.py`).
         """
         longest_s, own = self.plan.longest_s, self.baseline and self.outcomes.get(self.baseline.id)
         if longest_s is None:
@@ -344,7 +344,7 @@ class Run:
 
 
 def _surely_beats(run: Run, trial: Trial) -> bool:
-    """Return whether single runs show a gain that is enough, or nothing compares the trial."""
+    """Return whether single runs show a sure and sufficient gain, or none can be computed."""
     found, own = run.gain_of(trial), run.plan.own_batch
     is_larger = trial.batch.train_batch_size > own.train_batch_size
     least = 1 + run.plan.indifference if is_larger else 1.0
@@ -352,7 +352,7 @@ def _surely_beats(run: Run, trial: Trial) -> bool:
 
 
 def _variation_of_repeat(run: Run) -> Variation | None:
-    """Return the variation between two comparable runs of the user's own configuration, if any."""
+    """Return the variation between the baseline and its repeat; None if not comparable."""
     own, again = run.baseline, run.repeat
     if own is None or again is None or run.neighbours[own.id] != run.neighbours[again.id]:
         return None
@@ -379,9 +379,9 @@ def final_value(run: Run, trial: Trial) -> float | None:
 
 
 def typical_outcome(run: Run, trial: Trial) -> Outcome | None:
-    """Return the outcome of a trial's median run in the finals; its own outcome without any.
+    """Return the outcome of a trial's median re-run in the finals; without one, its own.
 
-    Once a search resumes after finals, their runs are ignored.
+    Once a search resumes after finals, those re-runs are ignored.
     """
     repeated = run.repeated.items() if run.finals is not None else ()
     finals = [i for i, again in repeated if again == trial.id]

@@ -2,12 +2,14 @@
 
 Bucket sizes, overlapped communication, ZeRO stages, offloading, and accumulation at the same global
 batch change where numbers are stored and in which order they are added, not what is computed. So
-losses may differ only by rounding: by as much as runs of the user's own configuration differ, times
-`_TIMES_OWN`, or by `_ROUNDING` if that is more. `_ROUNDING` follows the precision of the formats
-and is not derived. In fp32, it was checked with trainings of a small language model, 22 steps of
-Adam on a CPU (DeepSpeed 0.19.8): stages 0 to 3, buckets and accumulation changed losses by at most
-1.2e-7, and a dropped gradient of a bias by 2e-4, at a learning rate of 1e-3. In bf16, accumulation
-changed them by 3e-4, stage 0 by 1.3e-2, and a race in a bucket, which is not detected, by 2e-2.
+losses may differ only by rounding. The limit is `_ROUNDING`, or `_TIMES_OWN` times the difference
+between runs of the user's own configuration if that is more.
+
+`_ROUNDING` follows the precision of the formats and is not derived. It was checked with trainings
+of a small language model, 22 steps of Adam on a CPU (DeepSpeed 0.19.8). In fp32, stages 0 to 3,
+buckets and accumulation changed losses by at most 1.2e-7, and a dropped gradient of a bias by 2e-4,
+at a learning rate of 1e-3. In bf16, accumulation changed them by 3e-4, stage 0 by 1.3e-2, and a
+race in a bucket, which is not detected, by 2e-2.
 
 Wrong gradients change losses late, or little. So the gradient norms of the first step are compared
 too: for tiny models, they differed by 1e-3 at most in bf16, over all stages, offloading and
@@ -31,8 +33,9 @@ _LEAST_STEPS = 3  # steps of a curve; the first loss precedes any change of weig
 _ROUNDING = {"fp32": (1e-5, 1e-5), "fp16": (2e-3, 1e-3), "bf16": (5e-3, 2e-3)}
 # Allowed relative differences of gradient norms in the first step; a lost micro batch exceeds them.
 _ROUNDING_OF_NORMS = {"fp32": 5e-3, "fp16": 2e-2, "bf16": 1e-1}
-# A loss that is zero, negative or below this fraction of the usual is a difference of larger terms
-# (policy gradients, advantages of mean 0) with their rounding. Assume that these are at least 1.
+# A loss that is zero, negative or below the fraction `_CANCELS_BELOW` of the usual loss is a
+# difference of larger terms (policy gradients, advantages of mean 0), and has their rounding
+# errors. Assume that these terms are at least `_TERMS`.
 _CANCELS_BELOW, _TERMS = 1e-3, 1.0
 _TIMES_OWN = 4.0  # factor by which others may differ more than runs of the user's own
 _OTHER_START = (
@@ -43,7 +46,7 @@ _OTHER_START = (
 
 
 class Agreement(str, enum.Enum):
-    """Result of a comparison."""
+    """Whether two configurations train alike."""
 
     SAME = "same"
     DIFFERENT = "different"
@@ -52,10 +55,10 @@ class Agreement(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a comparison.
+    """Result of a comparison, with its reason.
 
     Attributes:
-        reason: why they differ or cannot be compared; empty if they agree.
+        reason: why the trainings differ or cannot be compared; empty if they agree.
         of_gradients: whether the losses of the first step agree but the gradient norms differ.
     """
 
@@ -74,7 +77,7 @@ def compare(
     """Compare a training with runs of the user's own configuration.
 
     Args:
-        own: curves of the latter, in any order; fewer than two give an unknown agreement.
+        own: curves of the user's own configuration, in any order; at least two are needed.
         other: curve of another configuration, with the same seed and data.
         precision: number format of the configuration, one of `PRECISIONS`; a coarser one that was
             recorded in training replaces it.
@@ -124,7 +127,7 @@ def compare(
 
 
 def norms_agree(first: TrainingCurve, other: TrainingCurve, precision: str) -> bool | None:
-    """Return whether two trainings begin with gradient norms equal up to rounding, or None."""
+    """Return whether two trainings begin with equal gradient norms; None if one is unknown."""
     one, two = first.gradient_norm, other.gradient_norm
     if one is None or two is None:
         return None
@@ -165,7 +168,8 @@ def precision_of(config: Mapping[str, Any]) -> str:
 def suspects(changes: Mapping[str, Any], of_same: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the changes that may explain different losses.
 
-    They are those that no configuration has that trains like the user's own; else all changes.
+    These are the changes that no configuration in `of_same` has. If there are none, all changes may
+    explain them.
 
     Args:
         changes: changes of the configuration that trains differently, by setting.
@@ -194,7 +198,7 @@ def _losses(curve: TrainingCurve) -> dict[int, float]:
 
 
 def _least_scale(curves: Sequence[Mapping[int, float]]) -> float:
-    """Return the least scale of relative differences; 0 unless losses cancel (`_CANCELS_BELOW`)."""
+    """Return the least denominator of differences; 0 unless losses cancel (`_CANCELS_BELOW`)."""
     losses = [loss for curve in curves for loss in curve.values()]
     usual = statistics.median(map(abs, losses))
     return max(usual, _TERMS) if min(losses) <= _CANCELS_BELOW * usual else 0.0

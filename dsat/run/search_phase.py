@@ -40,7 +40,7 @@ _SOURCES = {
     TrialKind.FINAL: Source.FINAL,
     TrialKind.REPEAT: Source.BASELINE,
 }
-_MOST_REPEATED = 1000  # a search ends after this many proposals in a row of known configurations
+_MOST_REPEATED = 1000  # consecutive proposals of known configurations that end a search
 
 
 class SearchPhase:
@@ -63,7 +63,7 @@ class SearchPhase:
         self._learned = 0
         self._update_predictions()
         if self.forecast is not None and not self._anything_fits(self.forecast):
-            self.forecast = None  # the model ran, so that is false
+            self.forecast = None  # that is wrong, because the model ran
         search = SEARCHES[plan.method]
         ramps = plan.ramp and search.ramps
         problem = Problem(run.profile, plan.objective, space, plan.seed, ramp=ramps)
@@ -71,7 +71,7 @@ class SearchPhase:
         self._context = Context(self.forecast, self._costs)
 
     def find_reusable(self, earlier: Iterable[Measured]) -> Iterator[tuple[Trial, Measured]]:
-        """Yield new trials for measured points of the space; see `Decisions.find_reusable`."""
+        """Yield new trials for points that earlier runs measured; see `Decisions.find_reusable`."""
         for each in earlier:
             trial, location = each.trial, self._observations.location(each.trial)
             if trial.kind is TrialKind.PROFILE or location is None or not location.is_exact:
@@ -82,7 +82,7 @@ class SearchPhase:
                 yield replace(made, batch_flag=trial.batch_flag), each
 
     def predicted(self, trial: Trial) -> float | None:
-        """Return `Search.predicted` for a trial; None if its strategy is not searched."""
+        """Return the search's prediction of a trial's log value; None if it has none."""
         location = self._observations.location(trial)
         return None if location is None else self._search.predicted(location.point)
 
@@ -103,7 +103,7 @@ class SearchPhase:
         return Stop(EXHAUSTED)
 
     def _check(self, answer: Any) -> None:
-        """Raise UserInputError for an answer of a registered search that no trial can have."""
+        """Raise UserInputError if the answer of a registered search is invalid."""
         problem = ""
         if isinstance(answer, Proposal):
             point, counts = answer.point, [branch.count for branch in self._space.branches]
@@ -126,7 +126,7 @@ class SearchPhase:
     def _trial(
         self, settings: Mapping[str, Any], micro_batch: int, proposal: Proposal
     ) -> Trial | None:
-        """Make a trial; None if an equal one exists, which is recorded as the proposal's answer."""
+        """Return a new trial; None if an equal one exists, which is recorded as the answer."""
         batch = self._space.batch(micro_batch, settings)
         overrides, script_args = overrides_for(settings, batch), self._space.script_args(settings)
         known = self._equal_trial(overrides, script_args)
@@ -138,7 +138,7 @@ class SearchPhase:
     def _equal_trial(
         self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]
     ) -> int | None:
-        """Return the id of an equal trial, baseline or search; None if there is none."""
+        """Return the id of an equal baseline or search trial; None if there is none."""
         for trial in list(self._run.trials.values())[self._indexed :]:
             if trial.kind in SEARCHED and not self._run.batch_flag.supersedes(trial):
                 digest = self._trials.fingerprint(trial.overrides, trial.script_args)
@@ -166,7 +166,7 @@ class SearchPhase:
         )
 
     def _update_predictions(self) -> None:
-        """Correct predictions with trials that ended since the last call."""
+        """Correct the predictions by the trials that ended since the last call."""
         ended = list(self._run.outcomes.items())
         for trial_id, outcome in ended[self._learned :]:
             trial = self._run.trials[trial_id]
@@ -189,10 +189,10 @@ class _Observations:
         self._plan, self._run = plan, run
         self._locator = Locator(space)
         self._locations: dict[int, Location | None] = {}  # by trial id
-        self.equal: list[tuple[Proposal, int]] = []  # proposals, and the trials that answer them
+        self.equal: list[tuple[Proposal, int]] = []  # proposals, and ids of equal trials
 
     def list_all(self) -> list[Observation]:
-        """Return observations of trials in the order of their start, then of answered proposals."""
+        """Return observations: trials by their start, then proposals that equal a trial."""
         run = self._run
         trials = [t for t in run.trials.values() if t.kind in _SOURCES]
         trials = [trial for trial in trials if not run.batch_flag.supersedes(trial)]

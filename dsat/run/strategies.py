@@ -1,7 +1,8 @@
-"""Strategies of a search, and rungs to climb if the user's own strategy does not fit.
+"""Strategies to search, and a ladder of strategies to try if the user's own does not fit.
 
-A rung is predicted to need less device memory than all before it, except with NVMe. Of strategies
-that need the same, the lower stage communicates less.
+Each rung of the ladder is a strategy that is predicted to need less device memory than all rungs
+before it, except with NVMe. If a higher stage needs as much as a lower one, it is no rung, because
+the lower stage communicates less.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import LADDER, NONE, NVME, Strategy, of_config
 
 _SECTIONS = ("offload_optimizer", "offload_param")
-# Facts of no particular model, but of one that is large compared to any bucket: only the order of
-# strategies by memory counts.
+# Facts of a made-up model that is large compared to any bucket, to order strategies by memory.
 _SOME_MODEL = ModelFacts(
     num_params=10**11,
     trainable_params=10**11,
@@ -39,8 +39,8 @@ _SOME_MODEL = ModelFacts(
 def searched(plan: Plan) -> tuple[Strategy, ...]:
     """Return the strategies to search if the user's own fits.
 
-    Offloading stays as the user configured it, unless `--search` includes it: where a model fits
-    without offloading, it only costs time.
+    Offloading stays as the user configured it, unless `--search` includes it. If a model fits
+    without offloading, offloading only costs time.
     """
     strategies = [of_config(plan.base_config, stage) for stage in plan.searched_stages]
     if any(section in plan.tune for section in _SECTIONS):
@@ -49,14 +49,14 @@ def searched(plan: Plan) -> tuple[Strategy, ...]:
 
 
 def rungs(plan: Plan) -> tuple[Strategy, ...]:
-    """Return the strategies to try in order if the user's own does not fit."""
+    """Return the strategies to try, in order, if the user's own does not fit."""
     least = _needed_bytes(plan, of_config(plan.base_config))
     found = []
     for strategy in LADDER:
         if not _may_use(plan, strategy):
             continue
         needed = _needed_bytes(plan, strategy)
-        # NVMe saves memory of the host, not of the slot.
+        # NVMe saves host memory, not device memory.
         if needed < least or strategy.offload_optimizer == NVME:
             found.append(strategy)
             least = min(least, needed)
@@ -73,7 +73,7 @@ def divisions(plan: Plan) -> list[Parallelism]:
 def profile_overrides(
     plan: Plan, strategy: Strategy, micro_batch: int, shared: Parallelism | None = None
 ) -> dict[str, Any]:
-    """Return the overrides of a profile trial; `shared` is its parallelism, or else the user's."""
+    """Return a profile trial's overrides; `shared` is its parallelism, by default the user's."""
     base, own = plan.base_config, plan.parallelism()
     shared = shared or own
     settings = strategy_settings(strategy, base, plan.nvme_path)
@@ -97,7 +97,7 @@ def make_space(
         profile: None before the model is profiled.
         only: the strategies; if empty, those of `searched`.
     """
-    roomy_bucket = None  # a sixteenth of a device's memory
+    roomy_bucket = None  # elements in a sixteenth of a device's memory
     if profile is not None:
         roomy_bucket = profile.slot_memory_bytes // (16 * profile.param_bytes)
     return Space(
@@ -117,9 +117,9 @@ def make_space(
 
 
 def keeps_micro_batch(plan: Plan, outcome: Outcome) -> bool:
-    """Return whether the search keeps the micro batch, because the loss compares its samples.
+    """Return whether the search keeps the micro batch, because the loss compares samples.
 
-    It does so if it keeps the global batch size too, and if the user listed no micro batches.
+    That requires that the global batch size is kept too, and that the user listed no micro batches.
     """
     is_kept = plan.train_batch_size == plan.own_batch.train_batch_size and not plan.micro_batches
     is_kept = is_kept and plan.own_batch.micro_batch in plan.allowed_micro_batches
@@ -158,7 +158,7 @@ def _offloads_as_asked(plan: Plan, strategy: Strategy) -> bool:
 
 
 def _needed_bytes(plan: Plan, strategy: Strategy) -> tuple[int, int]:
-    """Return the predicted peak in bytes, and that of training without initialization."""
+    """Return the predicted peak memory in bytes: overall, and without initialization."""
     config = plan.config(profile_overrides(plan, strategy, micro_batch=1))
     is_auto = ds_config.data_types(config)[0] is None
     facts = replace(_SOME_MODEL, param_bytes=2 if is_auto else 4)

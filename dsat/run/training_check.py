@@ -1,4 +1,4 @@
-"""Comparison of the training of trials and the user's own configuration, over all their runs."""
+"""Check that trials train like the user's own configuration, over all runs of both."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dsat.values.outcome import Outcome, TrainingCurve
 from dsat.values.trial import Trial, TrialKind
 from dsat.values.zero_strategy import of_config
 
-_MOST_APART = 1.5  # largest ratio of tokens per sample if samples were not counted
+_MOST_APART = 1.5  # ratio of tokens per sample above which throughputs are not compared
 _OWN = "your own configuration"
 OWN_IS_WRONG = f"Likely wrong is {_OWN}"
 
 
 def training_of(plan: Plan, trial: Trial) -> hazards.Training:
-    """Return the facts that decide whether a trial meets a known fault of DeepSpeed."""
+    """Return the facts that decide whether known faults of DeepSpeed affect a trial."""
     return training_with(plan.config(trial.overrides), trial.batch.gas, plan)
 
 
@@ -71,14 +71,14 @@ class TrainingCheck:
         changes: Callable[[Trial], Mapping[str, Any]],
         version: str | None = None,
     ) -> dict[int, str]:
-        """Return why the finals exclude a trial, by its id.
+        """Return which trials the finals exclude, as reasons by trial id.
 
         Losses of another global batch cannot be compared, so a pick is also excluded if its
         strategy trains differently at the user's global batch.
 
         Args:
             same_batch: the run at the user's global batch; None before it, or without one.
-            changes, version: as of `disqualification`.
+            changes, version: as in `disqualification`.
         """
         reason = self.disqualification(plan, own, pick, changes, version)
         if reason is not None or same_batch is None:
@@ -123,8 +123,9 @@ class TrainingCheck:
     def _compare_uncounted(self, own: Trial, pick: Trial) -> str | None:
         """Return why the throughputs of two trials cannot be compared; None if they can.
 
-        If samples were not counted, throughput assumes full micro batches. With a data loader that
-        forms batches of another size (by tokens, say), a larger micro batch only seems faster.
+        If samples were not counted, throughput assumes micro batches of the configured size. If the
+        data loader forms batches of another size (by tokens, say), a larger configured micro batch
+        only seems faster.
         """
         its, yours = self._uncounted_tokens(pick), self._uncounted_tokens(own)
         if not its or not yours or max(its, yours) <= _MOST_APART * min(its, yours):
@@ -135,7 +136,7 @@ class TrainingCheck:
         )
 
     def _uncounted_tokens(self, trial: Trial) -> float:
-        """Return tokens per assumed sample if samples were not counted; 0 if counted or unknown."""
+        """Return tokens per assumed sample; 0 if samples were counted, or tokens were not."""
         outcome = self._outcomes[trial.id]
         metrics = outcome.metrics
         if metrics is None or UNCOUNTED not in outcome.warnings or metrics.throughput <= 0:

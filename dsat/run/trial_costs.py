@@ -15,19 +15,19 @@ from dsat.values.outcome import Outcome
 from dsat.values.trial import FEWEST_MAY_TAKE, BatchTriple, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
 
-_MOST_KEPT = 64  # number of latest trials whose time besides steps is kept
-# Time limits of one trial, which the finals repeat a few times, and of the whole search: multiples
-# of the user's own trial, but at least these seconds.
+_MOST_KEPT = 64  # latest trials whose durations the predictions use
+# Time limits of one trial (`_LONGEST`), because the finals repeat it a few times, and of the whole
+# search (`_SEARCH`): multiples of the duration of the user's own trial, but at least these seconds.
 _LONGEST, _LONGEST_S = 5.0, 20.0
-TOO_LONG_S = 60.0  # no trial starts whose fewest steps take longer than this and `Run.longest_s`
+TOO_LONG_S = 60.0  # no trial starts if its fewest steps exceed both this and `Run.longest_s`
 _SEARCH, _SEARCH_S = 15.0, 60.0
 
 
 class TrialCosts:
-    """Predicts how long trials take, and which would take too long.
+    """Predictions of how long trials take, and of which take too long.
 
-    The time of a trial is that of its warm-up steps, of its measured steps, and a constant for
-    starting the script and building the engine.
+    A trial takes the time of its warm-up steps and its measured steps, and a constant time to start
+    the script and build the engine.
     """
 
     def __init__(self, plan: Plan, run: Run) -> None:
@@ -64,13 +64,13 @@ class TrialCosts:
         return duration_s / (1 + self._run.neighbours.get(trial.id, 0))
 
     def trial_s(self, step_s: Any) -> Any:
-        """Return the seconds of whole trials, given the seconds of a step (also arrays)."""
+        """Return the seconds of a whole trial from the seconds of its step (numbers or arrays)."""
         if not self._steps:
             return (self._warm_up_steps + self._least_steps) * step_s
         return statistics.median(self._besides_s) + self._steps_of(step_s) * step_s
 
     def _steps_of(self, step_s: Any) -> Any:
-        """Return the number of steps of whole trials; fewer are measured if steps are slow."""
+        """Return the number of steps in a whole trial; slow steps mean fewer measured steps."""
         longest_s = self._run.longest_s(TrialKind.SEARCH)
         usual = statistics.median(self._steps) - self._warm_up_steps
         if longest_s is None:
@@ -86,7 +86,7 @@ class TrialCosts:
         return np.asarray(step_s) > most_s
 
     def are_unaffordable(self, step_s: Any) -> Any:
-        """Return which trials take longer than the search has left, or are too long for finals."""
+        """Return which trials exceed the time left for the search, or are too long for finals."""
         longest_s = max(_LONGEST * self._own_s, _LONGEST_S)
         return self.trial_s(step_s) > min(self.left_s, longest_s)
 
@@ -104,8 +104,8 @@ class TrialCosts:
     def step_s(self, strategy: Strategy, batch: BatchTriple) -> float:
         """Return a low estimate of the seconds of a step; 0 if the strategy was not measured.
 
-        Larger micro batches take longer, but less time per sample, until the device is full. Beyond
-        the largest measured one, time grows as it did between the last two.
+        A larger micro batch takes longer, but less time per sample until the device is busy. Beyond
+        the largest measured micro batch, time grows as it did between the largest two.
         """
         known = sorted(self._micro_steps[strategy].items())
         if not known:

@@ -19,9 +19,9 @@ _LIMITED = (TrialKind.SEARCH, TrialKind.FINAL, TrialKind.REPEAT)
 
 
 class TrialFactory:
-    """Factory of a run's trials, with numbers in order and unique names.
+    """Factory of a run's trials, which have numbers in order and unique names.
 
-    A trial must be entered into the run before the next one is made.
+    The run must record each trial before the next one is made.
     """
 
     def __init__(self, plan: Plan, run: Run) -> None:
@@ -40,7 +40,7 @@ class TrialFactory:
     ) -> Trial:
         """Return the run's next trial.
 
-        `overrides` include its batch sizes; `proposal` is None unless a search proposed the trial.
+        `overrides` include the batch sizes; `proposal` is None unless a search proposed the trial.
         """
         strategy = self.strategy(overrides)
         profile = self._run.profile
@@ -66,7 +66,7 @@ class TrialFactory:
         )
 
     def _own_steps(self) -> StepFacts | None:
-        """Return the accumulation in the steps of the user's own trial; None if unknown."""
+        """Return configured and actual accumulation of the user's own trial; None if unknown."""
         own = self._run.baseline
         outcome = None if own is None else self._run.outcomes.get(own.id)
         curve = None if outcome is None else outcome.training
@@ -77,7 +77,7 @@ class TrialFactory:
         return of_config(self._plan.config(overrides))
 
     def fingerprint(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> str:
-        """Return a digest that is equal for configurations which DeepSpeed treats alike."""
+        """Return a digest that is the same for all configurations that DeepSpeed treats alike."""
         return fingerprint(self._plan.config(overrides), script_args)
 
     def is_like(
@@ -93,7 +93,7 @@ class TrialFactory:
         return {} if value is None or not METRICS[metric].has_interval else {metric: value}
 
     def _name(self, kind: TrialKind, strategy: Strategy, batch: BatchTriple, digest: str) -> str:
-        """Return a unique name: `z1_gas1_tmbspg3`, a prefix of the kind, a digest if needed."""
+        """Return a unique name, `profile_z1_gas1_tmbspg3`; a search trial's kind is omitted."""
         stem = f"{strategy.name}_gas{batch.gas}_tmbspg{batch.micro_batch}"
         if kind is TrialKind.FINAL:
             stem = f"{kind.value}{count_finals(self._run) + 1}_{stem}"

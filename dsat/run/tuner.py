@@ -1,7 +1,7 @@
 """The tuner: every decision and every outcome passes through the journal.
 
-The journal's I/O is the only one here, so the same class serves an engine that is polled and a
-cluster that sends events.
+The journal is the only I/O here, so the same class serves an engine that is polled and a cluster
+that sends events.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Tuner:
         return self.decisions.run
 
     def next_trials(self, free_slots: int) -> list[Trial]:
-        """Return the trials to start now on free devices; fewer than fit if none is ready."""
+        """Return the trials to start now on the free devices; some devices may stay free."""
         self._reuse_earlier()
         trials: list[Trial] = []
         while free_slots >= self.plan.slots_per_trial:
@@ -100,7 +100,7 @@ class Tuner:
         return trials
 
     def _reuse_earlier(self) -> None:
-        """Enter trials that earlier runs have measured already."""
+        """Record trials that earlier runs have measured, instead of running them."""
         while self._earlier:
             is_last = self.decisions.search_began
             reused = False
@@ -120,14 +120,14 @@ class Tuner:
         return not self.run.running and self.decisions.stop_reason is not None
 
     def record(self, trial_id: int, outcome: Outcome) -> None:
-        """Enter the outcome of a trial; ignore a second outcome of the same trial."""
+        """Record the outcome of a trial; ignore a second outcome of the same trial."""
         assert trial_id in self.run.trials, trial_id
         if trial_id not in self.run.outcomes:
             event = {"event": journaled.EVENT_FINISHED, "trial_id": trial_id}
             self._append({**event, "outcome": outcome})
 
     def set_memory_basis(self, basis: Basis) -> None:
-        """Enter the basis of memory predictions, which begins the search."""
+        """Record the simulations from which memory is predicted; the search waits for them."""
         assert self.decisions.needs_memory_basis
         self._append({"event": journaled.EVENT_MEMORY_BASIS, "basis": basis})
 
@@ -156,8 +156,8 @@ class Tuner:
 def difference_to(plan: Plan, earlier: Plan) -> str | None:
     """Return the first difference between a plan and that of an earlier run, or None.
 
-    Options of the search at their defaults and defaults of DeepSpeed do not count if the earlier
-    run did not know them.
+    If the earlier run did not record an option of the search, its default is assumed. Defaults of
+    DeepSpeed that only one of the plans records are not compared.
     """
     options = {**usual_options(earlier.method), **earlier.search_options}
     defaults = {path: plan.defaults.get(path, was) for path, was in earlier.defaults.items()}
@@ -166,7 +166,7 @@ def difference_to(plan: Plan, earlier: Plan) -> str | None:
 
 
 def _continued(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
-    """Return the plan in a journal, with the new plan's fields of `_MAY_DIFFER` except `longest_s`.
+    """Return a journal's plan, with the budget, finals and faulty stages of the new plan.
 
     Raises:
         JournalMismatch: the plans differ in another field; see `Plan.difference`.

@@ -1,4 +1,4 @@
-"""All searches by name: the value of `--method`, and the command of `dsat` that runs it."""
+"""All searches by name, which `dsat tune --method NAME` and `dsat NAME` accept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _SET_BY_RUNS = {"self", "problem"}
 def options_of(method: str) -> Mapping[str, Option]:
     """Return a search's options, keyed by the constructor parameter that each one sets.
 
-    Empty for an unknown search. Subclasses do not inherit options: their constructors may differ.
+    Empty for an unknown search. A subclass does not inherit options, because its constructor may
+    differ.
     """
     found: Mapping[str, Option] = vars(SEARCHES.get(method, Search)).get("options", {})
     return found
@@ -39,7 +40,7 @@ def usual_options(method: str) -> dict[str, Any]:
 
 
 def parameters_of(method: str) -> set[str]:
-    """Return the parameters of a search's constructor that a user can set, also by `**options`."""
+    """Return a search's constructor parameters that users can set, base classes' included."""
     found: set[str] = set()
     unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for each in SEARCHES.get(method, Search).__mro__[:-1]:

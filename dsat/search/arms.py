@@ -1,7 +1,8 @@
-"""Arms of the classic searches: combinations of settings, with the micro batches still open.
+"""Arms of the classic searches: combinations of settings, each with its untried micro batches.
 
-A search decides which arm to continue, which micro batch to try, and when to begin a new arm. The
-state of all arms is computed from the observations at each decision.
+A search decides which arm to continue, which micro batch to try, and when to begin a new arm. At
+each decision, the state of all arms is computed from the observations. A branch is a strategy with
+its settings (`dsat.space.space.Branch`).
 """
 
 from __future__ import annotations
@@ -32,25 +33,26 @@ from dsat.values.objective import Objective
 from dsat.values.outcome import OutcomeKind
 
 _ERRORS = (OutcomeKind.ERROR, OutcomeKind.INVALID, OutcomeKind.DIVERGED)
-_DRAWS = 4096  # largest number of settings drawn in one decision to find some that fit
-_STEP_UP = 4  # largest factor between the next micro batch and the largest that ran
+_DRAWS = 4096  # most settings that one decision draws to find some that fit
+_STEP_UP = 4  # largest ratio of the next micro batch to the largest that ran
 _MOST_ERRORS = 4  # settings that may fail in a branch where nothing ran, before it is abandoned
 _ABANDONED = (
     f"in every strategy that was not finished, {_MOST_ERRORS} configurations failed and none ran"
 )
-_WORTH_DOUBLING = math.log(1.05)  # least growth of the rate per doubling of the micro batch
-_BEYOND = 4  # factor over the micro batch where growth ended, because slow growth adds up
+_WORTH_DOUBLING = math.log(1.05)  # least log growth of the rate per doubling of the micro batch
+_BEYOND = 4  # times the micro batch where growth ended is allowed: slow growth adds up
 
 
 @dataclass
 class Arm:
-    """One choice of settings, and the micro batches that are still open.
+    """One combination of settings, and the range of micro batches that may still be tried.
 
     Attributes:
+        branch, index: the settings, as in `Point`.
         sizes: allowed micro batches, ascending; `lo` and `hi` are positions in them.
         hi, lo: the open range, both ends included; empty if `lo > hi`.
         number: position among the arms that the search began; None until it begins this one.
-        best, best_size: best value of the objective, and its micro batch; None and 0 before.
+        best, best_size: best value of the objective, and its micro batch; None and 0 if none ran.
         latest: position of the search's latest trial of this arm among all observations.
     """
 
@@ -82,11 +84,11 @@ class Arm:
         return any(each.outcome is None for each in self.ours)
 
     def observe(self, observation: Observation, objective: Objective) -> None:
-        """Narrow the open range by the outcome of a trial of these settings.
+        """Narrow the open range by the outcome of a trial with these settings.
 
         A success raises the lower end, because larger micro batches should be as fast or faster.
-        Running out of memory or data lowers the upper end. Of the search's own trials, the first
-        timeout does so too; a second timeout or any other failure closes the arm.
+        Running out of memory or data lowers the upper end. In trials that the search proposed, the
+        first timeout lowers it too; a second timeout or any other failure closes the arm.
         """
         size, outcome = observation.batch.micro_batch, observation.outcome
         is_ours = observation.arm is not None
@@ -149,13 +151,13 @@ class Arms:
 
     Args:
         observations: all trials, in the order in which they began.
-        range_factor: factor on the largest micro batch that is predicted to fit.
+        range_factor: how far arms reach, as a multiple of the micro batch that should just fit.
         sizes: micro batches to try; by default all that the space allows.
 
     Attributes:
         begun: the arms that the search began, by number.
-        known: by branch and index, the begun arms, those of other trials, and those that a decision
-            considered.
+        known: arms by branch and index: those that began, those of trials that the search did not
+            propose, and those that this decision considered.
         rng: random generator for this decision.
     """
 
@@ -189,10 +191,10 @@ class Arms:
                 self._observe(position, each.point, each)
 
     def _limit_growth(self, observations: Sequence[Observation]) -> None:
-        """Limit micro batches by steps from those that ran, by timeouts, and by throughput growth.
+        """Limit micro batches by other criteria than memory, which hardly limits small models.
 
-        For small models, memory is no useful limit: a million samples may fit where a hundred keep
-        the device busy.
+        A million samples may fit where a hundred keep the device busy. So micro batches grow in
+        steps from those that ran, remain below timeouts, and end where throughput stops growing.
         """
         ran: defaultdict[tuple[int, int], dict[int, tuple[float, float]]] = defaultdict(dict)
         objective = self.problem.objective
@@ -224,7 +226,7 @@ class Arms:
                 grown = rates[large][0] - rates[small][0] + rates[large][1]
                 if octaves >= 1 and grown < _WORTH_DOUBLING * octaves:
                     self._most_samples = min(self._most_samples, _BEYOND * large)
-                    self._largest = math.inf  # no steps from there
+                    self._largest = math.inf  # growth ended, so steps need no limit
 
     def _observe(self, position: int, point: Point, observation: Observation) -> None:
         outcome = observation.outcome
@@ -253,16 +255,15 @@ class Arms:
         return self.middle(arm) is not None
 
     def middle(self, arm: Arm) -> int | None:
-        """Return the middle of the open positions (see `pick`); None if there is none.
-
-        A position that is predicted not to fit, or to take too long, is closed with all above it.
-        """
+        """Return the middle of the open positions that are allowed; see `pick`."""
         return self.pick(arm, lambda: (arm.lo + arm.hi) // 2)
 
     def pick(self, arm: Arm, choose: Callable[[], int]) -> int | None:
-        """Return the first allowed position that a function chooses among the open ones, or None.
+        """Return an open position that `allows` accepts; None if there is none.
 
-        The next step up comes first if the arm is open far beyond the micro batches that ran.
+        `choose` returns a position in the open range. If that is not allowed, it is closed with all
+        positions above it, and `choose` is called again. If the arm is open far beyond the micro
+        batches that ran, the next step up is tried first.
         """
         step = self._next_step(arm) if arm.lo <= arm.hi else -1
         while arm.lo <= arm.hi:
@@ -273,7 +274,7 @@ class Arms:
         return None
 
     def _next_step(self, arm: Arm) -> int:
-        """Return the position of the next step up from the largest that ran; -1 for no limit."""
+        """Return the position a step above what ran; -1 if the arm does not reach far above it."""
         end, largest = arm.sizes[arm.hi], self._largest
         failed = min(self.branches[arm.branch].least_failed, self._too_large[arm.branch])
         is_safe = math.isinf(failed)
@@ -300,10 +301,10 @@ class Arms:
         micro batch come last.
 
         Args:
-            among: numbers of the branches to draw from; all by default.
+            among: positions of the branches to draw from; all by default.
 
         Returns:
-            None if all were drawn, or none of the drawn ones (at most `_DRAWS`) fits.
+            None if no settings are left, or if none of those drawn (at most `_DRAWS`) fits.
         """
         branches = self.problem.space.branches
         candidates = list(range(len(branches)) if among is None else among)
@@ -321,7 +322,7 @@ class Arms:
             drawn[number].add(index)
             arm = self.arm(number, index)
             known = self.branches[number]
-            if not arm.ours and not known.largest_ran:  # other settings may need less
+            if not arm.ours and not known.largest_ran:  # the failure had other settings
                 arm.limit(max(self._sizes[0], known.least_failed - 1))
             if self.is_open(arm):
                 self.begin(arm)
@@ -329,7 +330,7 @@ class Arms:
         return None
 
     def begin(self, arm: Arm, number: int | None = None) -> None:
-        """Begin an arm; `number` is its number in recorded trials, None for a new arm."""
+        """Begin an arm; `number` is the one in recorded trials, None for a new arm."""
         if arm.number is None:
             arm.number = max(self.begun, default=-1) + 1 if number is None else number
             self.begun[arm.number] = arm
@@ -350,7 +351,7 @@ class Arms:
         return largest_micro_batch(self.problem, self._context.memory, settings)
 
     def _highest(self, settings: Mapping[str, Any]) -> int:
-        """Return the highest position expected to fit; -1 if none is predicted to fit."""
+        """Return the highest position that should fit; -1 if none is predicted to fit."""
         largest = self.largest(settings)
         if self._context.memory is not None and largest < self._sizes[0]:
             return -1
@@ -361,12 +362,11 @@ class Arms:
         return bisect.bisect_right(self._sizes, size) - 1
 
     def finish(self) -> Wait | Stop:
-        """Return the decision if no arm can go on: `Wait` while a trial runs, otherwise `Stop`."""
+        """Return the decision if no arm can continue: `Wait` while a trial runs, else `Stop`."""
         if self._is_anything_running:
             return Wait()
-        return Stop(
-            _ABANDONED if any(branch.is_abandoned for branch in self.branches) else EXHAUSTED
-        )
+        is_whole = not any(branch.is_abandoned for branch in self.branches)
+        return Stop(EXHAUSTED if is_whole else _ABANDONED)
 
 
 def _undrawn(count: int, drawn: Collection[int], rng: np.random.Generator) -> int:

@@ -49,11 +49,12 @@ class Observation:
     """A trial that ended or is running.
 
     Attributes:
-        point: point in the space, or the nearest one; None if its strategy is not searched.
+        point: the trial's point in the space, or the nearest one; None if its strategy is not
+            searched.
         outcome: how the trial ended; None while it runs.
-        is_exact: whether it is `point` itself and admitted; else a setting or a batch size differs.
+        is_exact: whether the trial is admitted, and no setting or batch size differs from `point`.
         is_admitted: whether `BatchRule.admits` its batch sizes.
-        neighbours: largest number of other trials that ran at the same time; 0 while it runs.
+        neighbours: largest number of other trials at the same time; 0 until the trial ends.
         arm: the search's number for its settings; None if the search did not propose or number it.
         note: facts that the search recorded with the trial, such as its rung.
     """
@@ -102,17 +103,17 @@ class Costs(Protocol):
     """Predicted durations of trials."""
 
     def trial_s(self, step_s: Any) -> Any:
-        """Return the seconds of whole trials, given the seconds of a step (also arrays)."""
+        """Return the seconds of a whole trial from the seconds of its step (numbers or arrays)."""
 
     @property
     def left_s(self) -> float:
         """Seconds that the search may still take."""
 
     def are_too_long(self, step_s: Any) -> Any:
-        """Return which trials may not start, given the seconds of a step (also arrays)."""
+        """Return which trials must not start, from the seconds of a step (numbers or arrays)."""
 
     def are_unaffordable(self, step_s: Any) -> Any:
-        """Return which trials take longer than they are worth, given the seconds of a step."""
+        """Return which trials take longer than they are worth, from the seconds of a step."""
 
     def step_s(self, strategy: Strategy, batch: BatchTriple) -> float:
         """Return a low estimate of the seconds of a step; 0 if unknown."""
@@ -122,7 +123,7 @@ class Memory(Protocol):
     """Predicted memory of configurations."""
 
     def largest(self, settings: Mapping[str, Any]) -> float:
-        """Return the largest micro batch that is predicted to fit with settings; 0 if none is."""
+        """Return the largest micro batch that should fit with these settings; 0 if none does."""
 
     def fits(self, settings: Mapping[str, Any], micro_batch: int) -> bool:
         """Return whether memory predictions allow a configuration to be launched."""
@@ -130,7 +131,7 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """Predictions that a search may use besides the observations; None where there are none."""
+    """Predictions that a search may use besides the observations; None if there are none."""
 
     memory: Memory | None = None
     costs: Costs | None = None
@@ -181,7 +182,7 @@ class Search(abc.ABC):
             observations: all trials, in the order in which they began.
 
         Returns:
-            A point without an exact observation (finals excepted), or why there is none.
+            A point that no exact observation has (except in finals), or why there is none.
         """
 
     def predicted(self, point: Point) -> float | None:
@@ -199,7 +200,8 @@ def stop_without_new_best(
     """Return `Stop` if the last trials brought no new best, else None; finals do not count.
 
     Args:
-        patience: number of trials without a new best, once a trial ran; None for no limit.
+        patience: number of trials without a new best after which to stop; None for no limit.
+            Before any trial ran, there is no limit either.
     """
     if patience is None:
         return None
@@ -231,7 +233,7 @@ def largest_micro_batch(
 ) -> float:
     """Return the largest micro batch that should fit with some settings; 0 if none does.
 
-    Without `memory`, only activations count. At most twice the largest allowed micro batch.
+    Without `memory`, only activations count. The result is at most twice the largest allowed one.
     """
     profile = problem.profile
     if memory is not None:

@@ -18,18 +18,19 @@ from dsat.space.overrides import GAS
 from dsat.space.space import Branch, Space
 
 _FEW = 24  # up to this number, all micro batches are compared
-# Multiples to compare of the predicted largest micro batch, and of the best one. Twice as many of
-# the former change no replay; with half of the latter, they end 0.06 points lower (see `choice`).
+# Multiples of the predicted largest micro batch, and of the best one, that are compared. Twice as
+# many of the former change no replay; with half of the latter, replays end 0.06 points lower
+# (replays are explained in `choice`).
 _NEAR_THE_EDGE = (1.0, 0.95, 0.87)
 _NEAR_THE_BEST = (0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25)
-_OCTAVES = 2  # compared below the smallest of these; the range moves down with the best
+_OCTAVES = 2  # below the smallest of these that are compared, so the range follows the best
 _TILE = 8  # samples that fill whole tiles of matrix units, whatever the sequence length
 MOST_SETTINGS = 12  # compared in a branch; with 24, no replayed search finds anything better
-# Standard deviations of the effects on a log step time of a strategy, a setting, a script's switch
-# and whole tiles, beyond the physical model. Only their ratios count, because the scale is learned.
-# Without whole tiles, replays end 0.1 points lower.
+# Prior standard deviations of what the physical model of the log step time misses: effects of a
+# strategy, a setting, a script's switch, and whole tiles. Only their ratios count, because their
+# scale is learned. Without whole tiles, replays end 0.1 points lower.
 _STRATEGY_SD, _SETTING_SD, _SWITCH_SD, _TILES_SD = 0.04, 0.02, 0.2, 0.02
-_ALONE_SD = 0.1  # likewise, of other trials on the machine
+_ALONE_SD = 0.1  # the same, of other trials on the machine
 _STRATEGY, _WHOLE_TILES, _ALONE = "strategy", "whole tiles", "alone"  # names of traits
 
 
@@ -38,9 +39,9 @@ def select_micro_batches(
 ) -> list[int]:
     """Return the micro batches to compare, ascending: all if they are few.
 
-    Otherwise, they are powers of two and 1.5 times these, up to twice the largest given size and
-    down to about a quarter of the smallest; and sizes near `edges` and `best`, also rounded down to
-    multiples of 8. Each is replaced by the largest allowed micro batch up to it.
+    Otherwise, they are powers of two and 1.5 times these, from about a quarter of the smallest size
+    in `edges` and `best` to twice the largest. Sizes near `edges` and `best` are added, also those
+    rounded down to multiples of 8. Each is replaced by the largest allowed micro batch up to it.
 
     Args:
         edges: largest micro batches predicted to fit.
@@ -66,7 +67,8 @@ class Row:
 
     Attributes:
         work: see `step_time.work`.
-        traits: 1 for each value that settings and strategy have, else 0; see `Points`.
+        traits: 1 for each value that the settings or the strategy have, else 0; see `Points`.
+        values: names of settings and their values, as JSON text.
         gas: accumulation steps if no global batch size decides them.
     """
 
@@ -77,7 +79,7 @@ class Row:
 
 
 class Settings:
-    """Settings of all branches, as rows for the models of speed and failures.
+    """The settings of all branches, as a `Row` for each combination.
 
     Attributes:
         effects: prior standard deviation of each trait's effect on a log step time, (traits,).
@@ -128,7 +130,7 @@ class Settings:
         return Row(work(self._job, strategy, settings), traits, values, gas)
 
     def with_trial(self, traits: Array, micro_batch: Array, is_alone: Any) -> Array:
-        """Return traits with those of trials set: whole tiles, and whether alone, (n, traits)."""
+        """Return traits, (n, traits), with the trial's own added: whole tiles, running alone."""
         found: Array = traits.copy()
         for key, is_so in ((_WHOLE_TILES, micro_batch % _TILE == 0), (_ALONE, is_alone)):
             found[:, self._traits[key, str(True)]] = is_so
@@ -136,7 +138,7 @@ class Settings:
         return found
 
     def changes(self, branch: int, best: Mapping[str, Any]) -> list[int]:
-        """Return the numbers of the best settings, and of those that differ from them in one value.
+        """Return the index of the best settings, and of all that differ from them in one value.
 
         Args:
             best: best settings so far; a value that this branch lacks counts as its first value.

@@ -1,4 +1,4 @@
-"""Rates of cards and links by name, from `cards.json`, which lists sources and assumptions."""
+"""Speeds of GPU models (cards) and their links, from `cards.json`, which names its sources."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PCIE_PART, _NETWORK_PART = 0.88, 0.9  # fractions of the bandwidths that transf
 
 @dataclass(frozen=True)
 class Card:
-    """Rates and memory of a card, and of its links.
+    """Speeds of a GPU model and its links, and its memory.
 
     Attributes:
         flops: dense peak in FLOP/s, by bytes of an element.
@@ -33,13 +33,13 @@ class Card:
         pcie_bandwidth: bytes/s that copies reach between card and host.
         network_bandwidth: bytes/s that a card reaches to other hosts.
         per_host: cards of a usual host.
-        host_cores, host_bandwidth: physical cores of a usual host per card, and peak bytes/s of its
-            memory per card.
+        host_cores, host_bandwidth: physical cores of a usual host, and peak bytes/s of its memory;
+            both per card.
         kernel_s: seconds of the shortest kernel.
         launch_s: seconds that Python and torch take to call one operator.
-        protocols: protocols of collectives, of which the fastest is used: fraction of the
-            bandwidth, seconds of a hop inside a host, and between hosts (NCCL, src/graph/tuning.cc:
-            rings of LL, LL128 and Simple).
+        protocols: NCCL's protocols LL, LL128 and Simple, of which the fastest is used. Each is the
+            fraction of the bandwidth that it reaches, the seconds of a hop inside a host, and those
+            between hosts (NCCL, src/graph/tuning.cc, for rings).
     """
 
     name: str
@@ -63,7 +63,7 @@ class Card:
     )
 
     def peak(self, itemsize: int) -> float:
-        """Return the peak for elements of this size in bytes, else the next larger or largest."""
+        """Return the peak for `itemsize` bytes per element; if unknown, for the next larger."""
         sizes = sorted(self.flops)
         return self.flops[next((size for size in sizes if size >= itemsize), sizes[-1])]
 
@@ -86,8 +86,9 @@ def find(name: str) -> Card:
 def of_device(name: str) -> Card | None:
     """Return the card of a device (`NVIDIA L40S`, `a100-80gb`, `H100`); None if none matches.
 
-    The words of one name must include those of the other. The longest card name within the device's
-    wins; else the card with the most memory. A device's variant (`pcie`) must be the card's too.
+    A card matches if the words of its name are all in the device's name; of these, the longest name
+    wins. Else, it matches if its name has all words of the device's name; of these, the card with
+    the most memory wins. If the device's name has a variant (`pcie`), so must the card's.
     """
     known, wanted = table(), _words(name)
     words = {key: _words(key) for key in known}

@@ -16,10 +16,11 @@ from dsat.search.predictions import Key, Predictions
 from dsat.search.speed import Points
 from dsat.space.locate import Point
 
-# "Replays" are runs of `benchmarks/replay.py` with the constant changed: medians of two seeds over
-# all tables, as fractions of the best.
-# Log of the least expected gain for which a trial precedes the first trials of strategies when time
-# is short. If none ever does, one replay ends at 92.6 % instead of 97.4 %.
+# "Replays" are searches on recorded tables of trials (`benchmarks/replay.py`), with the constant
+# changed. Their results are medians of two seeds over all tables, as fractions of the best speed.
+
+# If time is short, a trial with more than this log expected gain, and more than theirs, precedes
+# the first trials of strategies. If none ever does, one replay ends at 92.6 % instead of 97.4 %.
 _LEAST = math.log(0.01)
 # Exponent of the probability to fit: running out of memory is worse than a small gain. With 1,
 # replays run out of memory 16 times instead of 14, and the worst ends at 96.5 % instead of 97.2 %.
@@ -27,7 +28,7 @@ _CAUTION = 1.5
 # Penalty for a failed first trial of a strategy, which makes all later predictions more cautious.
 # Without it, replays end at 99.1 % instead of 99.5 %.
 _FAILURE = 0.25
-_MOST_UNKNOWN = 0.7  # largest sd of a log step time: a step may take half the predicted time
+_MOST_UNKNOWN = 0.7  # limit on the sd of a log step time: a step may take half as predicted
 # Usual number of measured trials. At twice this number, a further trial must promise four times the
 # gain. Without this rule, searches with 10 % of noise take up to 23 trials and find nothing better;
 # with 8, they take up to 16 trials instead of 14 at 3 and 6 % of noise, and find nothing better.
@@ -43,11 +44,12 @@ class Candidates:
     """Configurations to compare, as arrays of one length n.
 
     Attributes:
-        usual_cost: cost of a trial of the best configuration so far; infinite if unknown.
+        usual_cost: predicted seconds of a trial of the best configuration so far; infinite if
+            unknown.
         branch, index: strategy and settings, as in `Point`.
         log_runs: logarithm of the probability to run.
-        gain, sd: predicted logarithm of the gain over the best so far (of the rate, if nothing was
-            measured), and the standard deviation of its change by a trial.
+        gain, sd: predicted log gain over the best so far (log rate, if nothing was measured), and
+            the standard deviation of the change that a trial would make to it.
         cost: predicted seconds of a trial; 1 if unknown.
     """
 
@@ -78,8 +80,9 @@ class Chooser:
         """Return the next configuration; None if there is none left.
 
         Returns:
-            The configuration, and the largest expected log gain of any, reduced for risk, cost and
-            long searches; infinite while a first trial of a strategy is due (`_find_unopened`).
+            The configuration, and the largest expected log gain of any candidate. That gain is
+            reduced for risk, for cost and in long searches. It is infinite while a first trial of a
+            strategy is due (`_find_unopened`).
 
         Raises:
             TooDear: all remaining trials take too long.
@@ -110,7 +113,7 @@ class Chooser:
         return Point(*map(int, place)), math.inf if first.any() else math.exp(expected)
 
     def _find_unopened(self, observations: Sequence[Observation]) -> set[int]:
-        """Return branches without offloading that have not run in at most two attempts so far."""
+        """Return branches without offloading that never ran but have attempts left (`_RETRIES`)."""
         attempts, ran = Counter[int](), set()
         for each in observations:
             if each.point is None or each.source is Source.FINAL:
@@ -125,7 +128,7 @@ class Chooser:
         }
 
     def _find_urgent(self, candidates: Candidates, worth: Array, first: Array) -> Array:
-        """Return which candidates promise more than first trials but take too long after them."""
+        """Return which candidates promise more than first trials, but have no time after them."""
         if self.costs is None:
             return np.zeros(len(worth), bool)
         branch, cost = candidates.branch, candidates.cost
@@ -161,9 +164,9 @@ class Chooser:
                 kept &= ~self.costs.are_unaffordable(least_s)
         if not kept.any():
             raise TooDear
-        # A new measurement is as noisy as earlier ones, so it changes little where the prediction
-        # is more certain than that (the knowledge gradient's standard deviation: Frazier, Powell
-        # and Dayanik, SIAM J. Control Optim. 47 (2008)).
+        # A new measurement is as noisy as earlier ones. So it changes little if the prediction is
+        # more certain than a measurement. This is the standard deviation of the knowledge gradient
+        # (Frazier, Powell and Dayanik, SIAM J. Control Optim. 47 (2008)).
         moved = (sd**2 / np.hypot(sd, speed.noise))[mine]
         branch, index = np.array(keys).T[:, where]
         log_runs = known.log_runs(keys, where, points)
@@ -174,8 +177,8 @@ class Chooser:
         """Return the configurations that may be tried.
 
         Returns:
-            Keys of settings; for each configuration, the position of its key among these, and its
-            micro batch.
+            The keys of all settings that occur; for each configuration, the position of its key in
+            these; and its micro batch.
         """
         known, configurations = self.known, self.known.configurations
         allowed = configurations.problem.space.micro_batches
@@ -199,7 +202,8 @@ class Chooser:
     def _list_settings(self, branch: int) -> list[Key]:
         """Return the settings of a branch to compare, except those that may not be tried again.
 
-        All of them up to `MOST_SETTINGS`; else the first, the best, and its most promising changes.
+        These are all settings of the branch if they are few (`MOST_SETTINGS`). Else, they are the
+        first, the best, and those that change the best in one value with most promise.
         """
         known, configurations = self.known, self.known.configurations
         count = configurations.problem.space.branches[branch].count

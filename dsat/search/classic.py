@@ -59,10 +59,11 @@ class BinarySearch(ArmSearch):
 class ASHASearch(ArmSearch):
     """Asynchronous successive halving (Li et al., arXiv:1810.05934) over arms.
 
-    The resource of an arm is the number of trials of its bisection. An arm completes a rung with
-    `min_trials * divisor ** (early_stopping + rung)` trials, counted from its beginning, or when
-    its bisection is over. The best 1/divisor of the arms that completed a rung are promoted to the
-    next. The highest rung goes first: a promotion from it, else its arm with the most trials.
+    The resource of an arm is the number of trials of its bisection. An arm completes a rung after
+    `min_trials * divisor ** (early_stopping + rung)` trials since its beginning, or when its
+    bisection is over. The best 1/divisor of the arms that completed a rung are promoted to the
+    next. The highest rung has priority: an arm is promoted from it, else its arm with the most
+    trials continues.
     """
 
     summary = "successive halving: many configurations get a few trials, the best ones more"
@@ -125,8 +126,8 @@ class ASHASearch(ArmSearch):
     def _rungs(self, arms: Arms) -> dict[int, int]:
         """Return the rung of each begun arm.
 
-        An arm whose bisection is over is promoted here, because it needs no further trial: it
-        completes the next rung at once, and the next best arm can be promoted.
+        An arm whose bisection is over needs no further trial. So it is promoted here and completes
+        the next rung at once, which lets `_promote` return other arms.
         """
         rungs = {
             number: max((each.note.get("rung", 0) for each in arm.ours), default=0)
@@ -139,7 +140,7 @@ class ASHASearch(ArmSearch):
         return rungs
 
     def _promote(self, arms: Arms, rungs: Mapping[int, int]) -> int | None:
-        """Return the number of the arm to promote, from the highest rung first; None if none."""
+        """Return the number of the arm to promote, from the highest possible rung, or None."""
         for rung in reversed(range(len(self._resources) - 1)):
             for number in self._best_of(arms, rungs, rung):
                 if rungs[number] == rung:
@@ -167,10 +168,10 @@ class ASHASearch(ArmSearch):
 class RandomSearch(ArmSearch):
     """Search with micro batches drawn around the middle of the open range, and early ends of arms.
 
-    An arm ends when it has used its trials, when a strategy that shards with less traffic ran (such
-    as stage 1 or 2 for an arm in stage 3 or with offloading), or when it ran out of memory and
-    cannot exceed the largest micro batch that ran in its branch. A new arm starts above the best
-    micro batch of its branch if that should fit.
+    An arm ends when it has used its trials, or when another sharding strategy with less traffic ran
+    (such as stage 1 or 2 for an arm in stage 3 or with offloading). It also ends when it ran out of
+    memory and cannot exceed the largest micro batch that ran in its branch. A new arm starts above
+    the best micro batch of its branch if that should fit.
     """
 
     summary = "random configurations and micro batches, with early stopping"
@@ -212,8 +213,8 @@ class RandomSearch(ArmSearch):
     def _draw_near_middle(self, arms: Arms, arm: Arm) -> Decision:
         """Propose an open position, drawn around the middle.
 
-        A new arm starts above the best micro batch of its branch, because the largest micro batch
-        is worth a trial with all settings.
+        A new arm starts above the best micro batch of its branch if possible, because all settings
+        should get a trial with a large micro batch.
         """
         loss = self.problem.objective.loss
         known = arms.known.values()
@@ -227,7 +228,7 @@ class RandomSearch(ArmSearch):
         return arms.finish() if position is None else arm.propose(position)
 
     def _is_worthwhile(self, arms: Arms, branch: int) -> bool:
-        """Return whether no strategy with sharding (stage 1 to 3) and less traffic has run."""
+        """Return whether no sharding strategy (stage 1 to 3) with less traffic has run."""
         strategies = self.problem.space.strategies
         burden = strategies[branch].burden
         return not any(

@@ -1,8 +1,9 @@
 """Collectives of an optimizer step under ZeRO, and the time that they take.
 
 `of_step` lists the collectives that DeepSpeed 0.19.8 calls. `Network` predicts the time of such a
-list, or of one traced from a simulated step. `of_step` was compared with traced steps of stages 0
-to 3 with and without `overlap_comm`, `reduce_scatter` and `use_multi_rank_bucket_allreduce`:
+list, or of a list that was traced in a simulated step. `of_step` was compared with traced steps of
+stages 0 to 3, with and without `overlap_comm`, `reduce_scatter` and
+`use_multi_rank_bucket_allreduce`:
 
 - Stage 0 all-reduces the gradients after the last backward pass (runtime/engine.py:3073).
 - Stages 1 and 2 all-reduce whole buckets too, and then copy each rank's part
@@ -39,7 +40,7 @@ from dsat.values.step_trace import (
 REDUCE = "reduce"
 ALL_TO_ALL = "alltoall"  # prefix of torch's names for it
 _STAGE_0_BUCKET = 5e8  # elements of an all-reduce in stage 0
-_GATHERS = 32  # gathers of a large model, besides the full prefetch buckets
+_GATHERS = 32  # gathers of a large model that are not full prefetch buckets
 
 # Fraction of the bandwidth, seconds of a hop inside a host, and seconds of a hop between hosts.
 Protocol = tuple[float, float, float]
@@ -62,7 +63,7 @@ class Network:
     protocols: tuple[Protocol, ...]
 
     def seconds(self, collectives: Collectives) -> tuple[float, float]:
-        """Return the seconds of collectives due to bandwidth, and those due to latency.
+        """Return the seconds of collectives that bandwidth causes, and those that latency causes.
 
         The latency of a ring grows with the number of ranks. NCCL's tree, for all-reduces only, has
         a latency that grows with the logarithm of the number of hosts (src/graph/tuning.cc).
@@ -158,8 +159,9 @@ def _reduction(stage: int, settings: Mapping[str, Any]) -> str:
 def _kept_live(settings: Mapping[str, Any], params: float) -> float:
     """Return the fraction of parameters that are still gathered when the backward pass begins.
 
-    A parameter stays gathered while the limit of live ones allows it, or if it is reused soon: the
-    last one of the forward pass at once, the first one after all others were used twice.
+    A parameter stays gathered while the limit of live parameters allows it, or if it is reused
+    soon. The last parameter of the forward pass is reused at once; the first one, after all others
+    were used twice.
     """
     live, reuse = (
         float(value) if isinstance(value := settings.get(name), (int, float)) else 1e9

@@ -15,15 +15,15 @@ from dsat.values.outcome import Outcome, OutcomeKind
 Values = Sequence[tuple[str, str]]
 """Names of settings and their values, as JSON text."""
 
-# Log2 of the ratio of the largest micro batch that fits to the predicted one. Its distribution is
-# Cauchy, because predictions are either good or far off. Center and scale: without prediction (the
-# activations alone give an upper bound); of predictions for CPU cores; of those for devices.
+# The log2 ratio of the largest micro batch that fits to the predicted one has a Cauchy
+# distribution, because predictions are either good or far off. These are its center and scale:
+# without a prediction (activations alone give an upper bound), on CPU cores, and on devices.
 _BOUNDED, _ON_CORES, _PREDICTED = (-1.0, 0.5), (0.0, 0.15), (0.05, 0.05)
-# Once a trial ran at this log2 ratio or above, predictions are good: this factor reduces the scale.
-# Without it, the worst replay ends at 96.5 % instead of 97.2 % (see `choice`).
+# Once a trial ran above the log2 ratio `_NEAR`, predictions are good, so `_CONFIRMED` reduces the
+# scale. Without it, the worst replay ends at 96.5 % instead of 97.2 % (see `choice`).
 _NEAR, _CONFIRMED = -0.4, 0.3
-# Scale after a failure below the predicted limit, as a multiple of the miss: each failure more than
-# doubles the next step down, so a few trials suffice to correct a wrong prediction.
+# Scale after a failure below the predicted limit, as a multiple of its distance from the limit.
+# Each failure more than doubles the next step down, so a few trials correct a wrong prediction.
 _SURPRISED = 2.0
 _LEAST = 1e-9  # smallest probability
 _HANG_WEIGHT = 4.0  # a timeout counts as this many failures, because it takes a whole time limit
@@ -44,7 +44,7 @@ class Ended(NamedTuple):
 
     @property
     def is_too_large(self) -> bool:
-        """Return whether a smaller micro batch may run: memory, time or data did not suffice."""
+        """Return whether a smaller micro batch may run, because memory, time or data ran out."""
         kind = self.outcome.kind
         ended_early = kind.is_out_of_memory or kind is OutcomeKind.TIMEOUT
         return ended_early or self.outcome.smaller_may_run
@@ -78,7 +78,7 @@ class Feasibility:
         for each in ended:
             self._bound(each)
         failed = [each for each in ended if not each.outcome.ok]
-        # Needs of host memory depend on the strategy, so they say nothing about other strategies.
+        # A lack of host memory depends on the strategy, so it says nothing about other strategies.
         on_slot = (each for each in failed if each.outcome.kind is not OutcomeKind.HOST_OOM)
         failed_on_slot = min((e.octaves for e in on_slot if e.is_too_large), default=math.inf)
         self._blame([each for each in failed if each.is_unsound], ended)
@@ -101,7 +101,7 @@ class Feasibility:
             self._ran[at] = min(self._ran[at], octaves - 1e-3)
 
     def _blame(self, failures: Sequence[Ended], ended: Sequence[Ended]) -> None:
-        """Blame failures on values that never ran; if all did, on each (but timeouts on none)."""
+        """Blame each failure on values that never ran; if all ran, on all (timeouts on none)."""
         for each in ended if failures else ():
             if each.outcome.ok or each.outcome.kind.is_out_of_memory:
                 self._sound.update(each.values)
@@ -118,7 +118,8 @@ class Feasibility:
         """Return the probability that memory suffices, (n,).
 
         Args:
-            strategy: position of the branch of all configurations, or of each, (n,).
+            strategy: position of the branch, either one for all configurations or one for each,
+                (n,).
             octaves: log2 of the micro batches over the largest predicted to fit, (n,).
         """
         low, high, here = (
@@ -129,7 +130,7 @@ class Feasibility:
         return chance
 
     def runs(self, values: Values) -> float:
-        """Return the probability to run if memory suffices: the lowest one of the values."""
+        """Return the probability to run if memory suffices: the lowest of those of the values."""
         return min(map(self._is_sound, values), default=1.0) if self._unsound else 1.0
 
     def _is_sound(self, value: tuple[str, str]) -> float:

@@ -25,19 +25,19 @@ from dsat.search.base import (
 class GridSearch(Search):
     """Search through every strategy in order, and through all settings of each, defaults first.
 
-    With a list of allowed micro batches, it tries each of them, the smallest first. From a range,
-    it tries powers of two (times the step): first the largest that should fit, then doubled ones
-    while they run, then halved ones. It tries nothing above a failure by memory, data or time, and
-    nothing after another failure or a second timeout.
+    From a list of allowed micro batches, it tries each one, the smallest first. From a range, it
+    tries powers of two (times the step): first the largest that should fit, then doubled ones while
+    they run, then halved ones. After a failure for lack of memory, data or time, it tries only
+    smaller ones; after another failure or a second timeout, none.
 
-    While a trial of some settings runs, the next settings begin. Branches come last in which
-    nothing ran and settings ran out of memory at the smallest micro batch.
+    While a trial of some settings runs, the next settings begin. A branch (the settings of one
+    strategy) comes last if nothing ran in it and settings did not fit at the smallest micro batch.
 
     Args:
         num_micro_batches: continue with the next settings after this number of micro batches that
             ran; by default all are tried.
-        early_stopping: leave a branch after this number of trials without a new best in it. While
-            none ran in it, settings already begun are tried down to the smallest micro batch.
+        early_stopping: leave a branch after this number of trials without a new best in it. Until
+            one runs, settings that were begun are still tried down to the smallest micro batch.
     """
 
     summary = "every configuration in order: every setting, every micro batch"
@@ -69,7 +69,7 @@ class GridSearch(Search):
     def propose(self, observations: Sequence[Observation], context: Context) -> Decision:
         if not self._sizes:
             return Stop(EXHAUSTED)
-        # A bound by activations alone may be too low.
+        # Without memory predictions, the limit by activations alone may be too low.
         factor = math.inf if context.memory is None else 1.0
         arms = Arms(self.problem, observations, context, range_factor=factor, sizes=self._sizes)
         progress = self._progress(observations)
@@ -99,7 +99,7 @@ class GridSearch(Search):
         return arms.finish()
 
     def _next(self, arms: Arms, arm: Arm) -> int | None:
-        """Return an arm's next position, up from the first and then down from it; None if none."""
+        """Return an arm's next position: upwards from its first, then downwards; None if none."""
         ran = sum(each.outcome is not None and each.outcome.ok for each in arm.ours)
         if ran == self._num_micro_batches:
             return None
@@ -118,7 +118,7 @@ class GridSearch(Search):
         return max(0, bisect.bisect_right(self._sizes, max(1, int(largest))) - 1)
 
     def _progress(self, observations: Sequence[Observation]) -> list[tuple[float | None, int]]:
-        """Return the best value in each branch, and the number of the search's trials since."""
+        """Return for each branch its best value, and the number of proposed trials since then."""
         proposed: list[list[Observation]] = [[] for _ in self.problem.space.branches]
         for each in observations:
             if each.point is not None and each.arm is not None:
@@ -127,7 +127,10 @@ class GridSearch(Search):
 
 
 def _grid(micro_batches: Sequence[int]) -> Sequence[int]:
-    """Return the micro batches to try; of a range, powers of two times its step, or its first."""
+    """Return the micro batches to try: of a list, all; of a range, powers of two times its step.
+
+    If a range contains none of these, return its first micro batch.
+    """
     if not isinstance(micro_batches, range) or not micro_batches:
         return micro_batches
     sizes = []

@@ -29,7 +29,7 @@ from dsat.space.locate import Point
 
 
 class ModelSearch(Search):
-    """Search for the largest expected gain per second, by models that every outcome corrects.
+    """Search for the largest expected gain per second, with models that every outcome corrects.
 
     It begins with the first settings of each strategy without offloading, at the micro batch with
     the best predicted speed and chance to fit. Each further proposal has the largest expected gain
@@ -38,7 +38,7 @@ class ModelSearch(Search):
 
     Args:
         stop_when: end the search once every strategy without offloading ran or failed three times,
-            and each trial left takes too long or gains less than this fraction; 0 for never.
+            and every other trial takes too long or gains less than this fraction; 0 for never.
         early_stopping: end the search after this number of trials without a new best.
     """
 

@@ -26,7 +26,7 @@ from dsat.values.outcome import Metrics, OutcomeKind
 Key = tuple[int, int]
 """Key of settings: the number of a branch, and the index of the settings in it."""
 
-_MOST_FITTED = 64  # measurements; the limit bounds the time of a decision
+_MOST_FITTED = 64  # most measurements that are fitted, which bounds the time of a decision
 _GROUPS = COLUMNS.index("data_parallel")
 
 
@@ -37,7 +37,7 @@ class History:
     Attributes:
         sizes: micro batches that were tried.
         ran: the largest micro batch that ran; 0 if none did.
-        below: only smaller micro batches may be tried.
+        below: only micro batches smaller than this may be tried.
         abandoned: whether no micro batch may be tried, after two timeouts or another kind of error.
     """
 
@@ -61,14 +61,14 @@ class History:
         return not self.abandoned and micro_batch < self.below and micro_batch not in self.sizes
 
     def admits_any(self, micro_batches: Sequence[int]) -> bool:
-        """Return whether any of the given micro batches, ascending, may be tried."""
+        """Return whether any of these micro batches (ascending) may be tried."""
         smaller = itertools.takewhile(lambda size: size < self.below, micro_batches)
         return not self.abandoned and any(size not in self.sizes for size in smaller)
 
 
 @dataclass(frozen=True)
 class Configurations:
-    """The configurations of a problem, in the form that the models use."""
+    """The configurations of a problem, in the form that the models of speed and failures use."""
 
     problem: Problem
     settings: Settings
@@ -94,7 +94,7 @@ class Configurations:
         return self.problem.space.branches[branch].settings(index)
 
     def edge(self, key: Key) -> float:
-        """Return the largest micro batch that should fit, plus 0.5."""
+        """Return the limit of micro batches: the largest that should fit, plus 0.5."""
         found = self._edges.get(key)
         if found is None:
             largest = largest_micro_batch(self.problem, self.memory, self.settings_of(key))
@@ -140,7 +140,10 @@ class Configurations:
         )
 
     def log_work(self, points: Points) -> Array:
-        """Return log samples per step, so that log rate = this - log seconds; 0 for times."""
+        """Return log samples per step, (n,); subtract log seconds to get the log rate.
+
+        Return 0 instead if a smaller metric is better, as for times.
+        """
         work: Array = np.log(points.micro_batch * points.gas * points.work[:, _GROUPS])
         return np.zeros(len(work)) if self.problem.objective.smaller_is_better else work
 
@@ -161,8 +164,9 @@ class Predictions:
         measured: points of the measurements that `speed` is fitted to.
         measured_points: the same as `Points`, as if each had run alone.
         running: running trials as `Points`.
-        lacking: pairs of micro batch and accumulation steps; data do not suffice from both on.
-        log_unit: log of the seconds that 0 means in `speed`; None before anything was measured.
+        lacking: pairs of micro batch and accumulation steps for which data do not suffice; nor do
+            they if both are as large or larger.
+        log_unit: log of the seconds that 0 stands for in `speed`; None before any measurement.
     """
 
     configurations: Configurations
@@ -234,7 +238,7 @@ class Predictions:
         return None if self.log_unit is None else np.exp(log_s + self.log_unit)
 
     def log_rate(self, points: Points) -> Array:
-        """Return the predicted log of the objective up to a constant, (n,); larger is better."""
+        """Return the predicted log of the objective, up to a constant, (n,); larger is better."""
         rates: Array = self.configurations.log_work(points) - self.speed.predict_mean(points)
         return rates
 
@@ -311,7 +315,7 @@ class _Measured:
 
 
 def _select(measured: Sequence[_Measured], objective: Objective) -> Sequence[_Measured]:
-    """Return the measurements to fit: if there are too many, the best and the latest."""
+    """Return the measurements to fit: all, or the best and the latest if there are too many."""
     if len(measured) <= _MOST_FITTED:
         return measured
     half = _MOST_FITTED // 2
@@ -320,7 +324,7 @@ def _select(measured: Sequence[_Measured], objective: Objective) -> Sequence[_Me
 
 
 def _locate(known: Configurations, trials: Sequence[tuple[Point, Observation]]) -> Points:
-    """Return trials as `Points`, with their actual batch sizes and the settings of their points."""
+    """Return trials as `Points`: the settings of their points, but their actual batch sizes."""
     keys = [(point.branch, point.index) for point, _ in trials]
     return known.points(
         keys,

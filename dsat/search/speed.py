@@ -8,7 +8,7 @@ more their residuals may differ. Measurements of one configuration differ by the
 and by run-to-run variation. The scales of residuals and noise are the most probable ones, given the
 measurements, so noise is not mistaken for a gain.
 
-Every fit is a new Gauss-Newton fit to all given measurements.
+Every fit is a new Gauss-Newton fit to all measurements.
 
 numpy only: the container of Determined's search runner has no SciPy.
 """
@@ -27,21 +27,22 @@ from dsat.search import step_time
 from dsat.search.normal import Array
 from dsat.search.step_time import FACTORS, Hardware, Terms
 
-# Standard deviation of the difference of residuals if the micro batch doubles. Without it, the
-# worst replay ends at 96.5 % instead of 97.2 % (see `choice`).
+# Standard deviation of the change of the residual if the micro batch doubles. Without it, the worst
+# replay ends at 96.5 % instead of 97.2 % (see `choice` for replays).
 _OCTAVE_SD = 0.03
 RUN_SD = 0.01  # standard deviation from run to run, before its scale is learned
 # Prior standard deviation of the logarithm of each scale: a factor of three. With a factor of two,
 # replays take 290 trials instead of 256, and end 0.1 points lower.
 _SCALE_SD = 1.2
-# Gauss-Newton ends after this number of steps, or at a shorter step, or at a smaller gain in twice
-# the log posterior. Steps can oscillate where one part of an optimizer step hides another.
+# Gauss-Newton ends after `_STEPS` iterations, at a change below `_SETTLED`, or at a gain below
+# `_LEAST_GAIN` in twice the log posterior. It can oscillate where one part of an optimizer step
+# hides another.
 _STEPS, _SETTLED, _LEAST_GAIN = 20, 0.01, 0.1
 
 
 @dataclass(frozen=True)
 class Points:
-    """Configurations, as arrays of one length n.
+    """Configurations, as arrays of equal length n.
 
     Attributes:
         work: counts of a step, (n, columns); see `step_time.work`.
@@ -74,7 +75,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Scales:
-    """Learned factors on the prior's standard deviations."""
+    """Learned factors by which the prior's standard deviations are multiplied."""
 
     residual: float = 1.0
     noise: float = 1.0
@@ -92,8 +93,8 @@ class Prior:
     Attributes:
         effects: standard deviation of the log difference that each trait makes, (values,).
         factors: mean and standard deviation of the logarithms of the learned factors.
-        level_sd: standard deviation of all residuals, which bounds differences. A tenfold value
-            changes no replay by 0.1 points.
+        level_sd: standard deviation of any residual, which limits how much two may differ. A
+            tenfold value changes no replay by 0.1 points.
         growth_sd: standard deviation of the residual's slope per doubling of the micro batch.
             Without it, replays end 0.1 points lower.
     """
@@ -115,7 +116,7 @@ class Prior:
     def covariance(self, one: Points, other: Points, scales: Scales) -> Array:
         """Return the covariance of the residuals of n and m configurations, (n, m).
 
-        For small differences, it is the one of independent effects of all differing traits.
+        If two configurations differ little, each differing trait has an independent effect.
         """
         # If a setting differs, the traits of both values differ, so each counts half.
         weights = (scales.residual * self.effects) ** 2 / 2
@@ -139,7 +140,7 @@ class Prior:
 
 
 def linearize(terms: Terms, theta: Array) -> tuple[Array, Array]:
-    """Return log seconds, (n,), and their derivatives by the log factors `theta`, (n, factors)."""
+    """Return log seconds, (n,), and their derivatives by the log factors, (n, factors)."""
     step = 1e-4
     thetas = np.column_stack((theta, theta[:, None] + step * np.eye(len(theta))))
     found = np.log(terms.seconds(thetas[:, :, None]))
@@ -272,7 +273,7 @@ class Posterior:
     def _linearize(self, points: Points) -> tuple[Array, Array]:
         """Return log seconds by the physical model, and their derivatives by the log factors.
 
-        The log seconds are those for the likeliest factors, linearized at `theta`, which is near.
+        The log seconds are those of the likeliest factors, from a linearization at `theta` nearby.
         """
         prior = self.measured.prior
         predicted, slopes = linearize(prior.terms(points), self.theta)
@@ -280,7 +281,7 @@ class Posterior:
         return predicted + slopes @ (likeliest - self.theta), slopes
 
     def beside(self, points: Points) -> Posterior:
-        """Return the posterior as if these configurations had been measured as predicted."""
+        """Return the posterior as if these points had also been measured, exactly as predicted."""
         known = self.measured
         both = Measurements(
             known.prior,
@@ -305,7 +306,7 @@ def fit(prior: Prior, points: Points, log_s: Array, error: Array) -> Posterior:
 
 
 def _find_scales(measured: Measurements, linear: Linear) -> Scales:
-    """Return the likeliest scales, given the factors, by doubling or halving one at a time."""
+    """Return the likeliest scales for these factors, by doubling or halving one at a time."""
     prior, scales = measured.prior, Scales()
     apart, shared = linear.apart_from(prior), linear.covariance(prior)
 
@@ -326,12 +327,12 @@ def _find_scales(measured: Measurements, linear: Linear) -> Scales:
 
 
 def _find_factors(measured: Measurements, theta: Array, scales: Scales) -> Linear:
-    """Return the model at the likeliest factors, given the scales, by Gauss-Newton with halving."""
+    """Return the model at the likeliest factors for these scales, by damped Gauss-Newton."""
     prior = measured.prior
     root = np.linalg.inv(np.linalg.cholesky(measured.covariance(scales)))
 
     def evaluate(theta: Array) -> tuple[float, Linear, Array]:
-        """Return the sum to minimize, the model linearized at `theta`, and the next step."""
+        """Return -2 log posterior (plus a constant), the linearized model, and the next step."""
         linear = measured.linearize(theta)
         apart, from_prior = root @ linear.apart, (theta - prior.mean) / prior.variance
         towards = root @ linear.slopes

@@ -56,8 +56,8 @@ class Hardware:
         host_memory_bandwidth: bytes/s of the host's memory, per slot.
         launch_s: seconds that the host takes to launch the kernels of a micro step.
         latency_s: unit of the latencies of collectives, in seconds.
-        filling: rows of matrix products that a micro step takes in addition, because the last wave
-            of tiles is not full.
+        filling: time that a micro step loses in a last wave of tiles that is not full, in rows of
+            matrix products.
         edge: fraction by which micro steps slow down when no memory is left.
     """
 
@@ -100,7 +100,7 @@ class Job:
         parallelism: parallelism of the user's own configuration.
         slots_per_host: devices per host if there are several hosts; else 0.
         hardware: speed of each slot.
-        hidden_size: size from which a Trainer computes "auto" sizes; None if unknown.
+        hidden_size: the model's hidden size, for a Trainer's "auto" sizes; None if unknown.
     """
 
     params: float
@@ -124,7 +124,7 @@ class Job:
         )
 
     def divided(self, shared: Parallelism) -> Job:
-        """Return one rank's share of parameters and FLOPs; `slots` becomes the ZeRO group size."""
+        """Return one rank's share of the model; `slots` becomes the size of its ZeRO group."""
         return replace(
             self,
             params=self.params / shared.tensor,
@@ -177,18 +177,18 @@ COLUMNS = (
     "launches",  # launches of a micro step, in units of `Hardware.launch_s`
     "hooks",  # hooks of stage 3, in the same unit
     "reduced",  # seconds of overlapped reductions of a micro step before the last
-    "reduced_last",  # the same for the last micro step if it is more; else 0
+    "reduced_last",  # the same for the last micro step if that has more; else 0
     "reductions",  # number of overlapped reductions in the last micro step
     "waited",  # seconds of collectives that kernels wait for, per micro step
     "gathered",  # seconds of overlapped gathers in each of the two passes, without latency
     "gathers",  # their latency, in units of `Hardware.latency_s`
     "boundary",  # seconds of links at the boundary, and the last micro step's excess of `waited`
     "boundaries",  # latency of collectives at the boundary, in the same unit
-    "optimizer",  # bytes of the optimizer, with copies at the boundary
+    "optimizer",  # bytes that the optimizer and copies at the boundary read and write
     "groups",  # groups of parameters that the optimizer updates one by one
     "transferred",  # bytes between slot and host, per micro step
     "transferred_last",  # bytes between slot and host at the boundary
-    "host_optimizer",  # bytes of the host's memory
+    "host_optimizer",  # bytes that an offloaded optimizer reads and writes in host memory
     "data_parallel",  # data-parallel size
 )
 
@@ -196,7 +196,7 @@ COLUMNS = (
 # Apart from the hardware's speed, counted times are right within a factor of about two.
 FACTORS: Mapping[str, tuple[float, float]] = {
     "compute": (0.0, 5.0),  # on all times: the speed of the hardware
-    "overhead": (0.0, 1.0),  # on the time of a micro step that does not depend on its samples
+    "overhead": (0.0, 1.0),  # on the part of a micro step that does not depend on its samples
     "link": (0.0, 0.7),  # on collectives
     "host": (0.0, 0.7),  # on the optimizer, and on transfers between slot and host
     "edge": (0.0, 0.7),  # on the slow-down near the memory limit
@@ -260,12 +260,12 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
 
 
 def acts_on_whole_step(setting: str) -> bool:
-    """Return whether a setting is a switch of the script whose effect no term here describes."""
+    """Return whether a setting is a switch of the script that no term of the model describes."""
     return is_switch(setting) and setting != CHECKPOINTING
 
 
 def _recomputed(checkpointing: Any) -> float:
-    """Return the factor on FLOPs, since checkpointing repeats all or half of the forward pass."""
+    """Return the factor on FLOPs of repeating all, half or nothing of the forward pass."""
     if checkpointing == EVERY_SECOND:
         return 7 / 6
     return 1.0 if checkpointing in (None, False) else 4 / 3
@@ -274,7 +274,7 @@ def _recomputed(checkpointing: Any) -> float:
 def _add_offloading(
     found: dict[str, float], strategy: Strategy, sharded: float, gradient_bytes: float, job: Job
 ) -> None:
-    """Move the optimizer's work to the host if offloaded, and add the transfers to and from it."""
+    """Move the work of an offloaded optimizer to the host, and add transfers to and from it."""
     slow = _NVME_TIMES if NVME in (strategy.offload_optimizer, strategy.offload_param) else 1.0
     if strategy.offload_optimizer != NONE:
         found["host_optimizer"] = slow * _ADAM_BYTES * sharded
@@ -306,14 +306,14 @@ class Terms:
         self._besides = row_s * hardware.filling + w["weights"] / memory
         self._launched = hardware.launch_s * (w["launches"] + w["hooks"])
         self._forward = w["forward"]
-        # Communication beside the kernels: stage 3's gathers in each of the two passes, and that of
-        # the backward pass in each micro step before the last, and in the last.
+        # Communication beside the kernels: stage 3's gathers in each of the two passes; and all of
+        # the backward pass's, in micro steps before the last, and in the last.
         latency = hop_s * w["reductions"]
         reduced, last = (w[n] + latency * (w[n] > 0) for n in ("reduced", "reduced_last"))
         self._gathered = w["gathered"] + hop_s * w["gathers"]
         self._reduced = reduced + self._gathered
         self._last = np.where(w["reduced_last"] > 0, last, self._reduced)
-        self._unhidden = 1 / np.maximum(1.0, w["reductions"])  # part that comes after the pass
+        self._unhidden = 1 / np.maximum(1.0, w["reductions"])  # fraction that comes after the pass
         # Times that kernels wait for: copies, links, and the host.
         self._copied = w["copies"] / memory
         self._waited = w["waited"]
@@ -340,7 +340,7 @@ class Terms:
         backward = kernels - forward
 
         def beside(communication: Array) -> Array:
-            """Return the time of a backward pass; the last bucket is never hidden."""
+            """Return the time of a backward pass, which cannot hide its last bucket."""
             shown: Array = communication * self._unhidden
             return shown + _larger(backward, communication)
 

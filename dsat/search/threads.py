@@ -1,7 +1,7 @@
 """Limit of BLAS to one thread.
 
 The matrices of a search are so small that BLAS threads mostly wait for each other. Threads that
-wait actively occupy the cores on which trials are measured.
+busy-wait occupy the cores on which trials are measured.
 """
 
 from __future__ import annotations
