@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,13 @@ from typing import Any
 from dsat.cli.parser import PREDICTS, options_of_command
 from dsat.in_trial.adapters.calls import Adapter
 from dsat.in_trial.adapters.table import ENGINE, MODELS, TABLE
-from dsat.in_trial.adapters.trial import ALWAYS, IN_LOCAL_TRIALS, IN_TRIALS
+from dsat.in_trial.adapters.trial import (
+    ALWAYS,
+    IN_LOCAL_PROCESSES,
+    IN_LOCAL_TRIALS,
+    IN_TRIALS,
+    Phase,
+)
 from dsat.options import Group, Option
 from dsat.search import SEARCHES
 from dsat.show.settings import READ_ONLY
@@ -97,11 +103,16 @@ def _description(adapter: Adapter) -> str:
     return " ".join(text.partition("\n\n")[0].split())
 
 
+_WHEN: Mapping[tuple[Phase, ...], str] = {
+    ALWAYS: "trials, full-length runs",
+    IN_TRIALS: "trials",
+    IN_LOCAL_TRIALS: "local trials",
+    IN_LOCAL_PROCESSES: "local trials and processes that they start",
+}
+
+
 def _phases(adapter: Adapter) -> str:
-    if adapter.phases == ALWAYS:
-        return "trials, full-length runs"
-    assert adapter.phases in (IN_TRIALS, IN_LOCAL_TRIALS)
-    return "trials" if adapter.phases == IN_TRIALS else "local trials"
+    return _WHEN[adapter.phases]
 
 
 def python_examples() -> list[str]:

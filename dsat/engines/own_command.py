@@ -226,7 +226,7 @@ class OwnCommand:
         """Raise UserInputError if a process with torch and a socket lacks dsat's hook.
 
         Such a process would train unmeasured, and overwrite checkpoints. Processes that a rank
-        starts lack the hook on purpose. Other processes that prepare data open no socket.
+        starts do not train. Other processes that prepare data open no socket.
         """
         if time.monotonic() < self._checks_hook_s:
             return

@@ -324,12 +324,11 @@ class _Plan:
 
     def _process(self, share: Share, local: int, first: int) -> dict[str, Any]:
         env, command = self.environment(first + local), self._command(first + local)
-        if self.method is not StartMethod.FORKED:
-            env["PYTHONPATH"] = self._add_hook(env.get("PYTHONPATH", ""))
-            for number, word in enumerate(command if Path(command[0]).name == "env" else ()):
-                name, _, value = word.partition("=")
-                if name == "PYTHONPATH":
-                    command[number] = f"{name}={self._add_hook(value)}"
+        env["PYTHONPATH"] = self._add_hook(env.get("PYTHONPATH", ""))
+        for number, word in enumerate(command if Path(command[0]).name == "env" else ()):
+            name, _, value = word.partition("=")
+            if name == "PYTHONPATH":
+                command[number] = f"{name}={self._add_hook(value)}"
         is_bound = not self._is_command or self._machine.is_cpu
         return {
             "env": env,

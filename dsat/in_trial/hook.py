@@ -2,8 +2,9 @@
 
 A copy of this file is `sitecustomize.py` in the first folder of `PYTHONPATH`. It gives the script
 the trial's arguments and variables, and installs the adapters. When the process imports DeepSpeed
-or transformers, `dsat.in_trial.rank` prepares it to be a rank. Another folder of `PYTHONPATH` holds
-dsat, and nothing else of the environment in which dsat is installed.
+or transformers, `dsat.in_trial.rank` prepares it to be a rank. In a process that a rank starts, the
+hook only protects files. Another folder of `PYTHONPATH` holds dsat, and nothing else of the
+environment in which dsat is installed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from typing import Any
 TRIAL_VARIABLE = "DSAT_TRIAL_DIR"  # the trial's folder
 RUN_VARIABLE = "DSAT_RUN_DIR"  # the run's folder; in all processes that dsat starts
 OWNER_VARIABLE = "DSAT_OWNER"  # the process of dsat that started this one
-RANK_VARIABLE = "DSAT_RANK_PID"  # ID of the rank's process; unset if a command starts ranks
+# ID of the rank's process, also in the processes that it starts; unset if a command starts ranks.
+RANK_VARIABLE = "DSAT_RANK_PID"
 HOOK_FOLDER, SPARE_FOLDER = "hook", "spare"  # the second holds packages that may be missing
 CHANGES_FILE = "command.json"  # of the trial: arguments and variables that differ from the user's
 _LOCAL_RANK = ("--local_rank=", "--local-rank=")  # of DeepSpeed's launcher and torch's older one
@@ -32,9 +34,9 @@ class _Process:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._is_rank = os.environ.pop(RANK_VARIABLE, None) == str(os.getpid())
-        if self._is_rank:
-            self._leave_children_alone()
+        rank = os.environ.get(RANK_VARIABLE)
+        self._is_rank = rank == str(os.getpid())
+        self._is_below_rank = rank is not None and not self._is_rank
         self._start = {
             "pid": os.getpid(),
             "argv": list(sys.argv),
@@ -43,7 +45,16 @@ class _Process:
             "env": dict(os.environ),
         }
 
-    def change_arguments(self) -> None:
+    def begin(self) -> None:
+        if self._is_below_rank:
+            from dsat.in_trial.adapters import install
+
+            install.begin(self._folder, is_below_rank=True)
+            return
+        self._change_arguments()
+        self._watch()
+
+    def _change_arguments(self) -> None:
         """Replace the arguments and variables of the user's command with the trial's."""
         path = self._folder / CHANGES_FILE
         if not path.exists():  # the process started with the trial's
@@ -60,7 +71,7 @@ class _Process:
                 del os.environ[name]
             os.environ.update(wanted)
 
-    def watch(self) -> None:
+    def _watch(self) -> None:
         """Install the adapters before other modules bind functions; register hooks for a rank."""
         import wrapt
 
@@ -75,15 +86,9 @@ class _Process:
             TRIAL.on_uncaught = lambda error: self._this_rank().fail(error)
             atexit.register(lambda: self._this_rank().finish())
         for name in names:
-            wrapt.register_post_import_hook(self._begin, name)
+            wrapt.register_post_import_hook(self._prepare, name)
 
-    def _leave_children_alone(self) -> None:
-        """Hide this hook from processes that a rank starts."""
-        entries = os.environ["PYTHONPATH"].split(os.pathsep)
-        kept = [entry for entry in entries if Path(entry) != self._folder / HOOK_FOLDER]
-        os.environ["PYTHONPATH"] = os.pathsep.join(kept)
-
-    def _begin(self, _: ModuleType) -> None:
+    def _prepare(self, _: ModuleType) -> None:
         deepspeed = sys.modules.get("deepspeed")
         if deepspeed is not None and not hasattr(deepspeed, "initialize"):
             return  # DeepSpeed below 0.18 imports transformers itself, and is not ready yet
@@ -112,7 +117,5 @@ if __name__ == "sitecustomize":
     sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), SPARE_FOLDER))
     # Another program's Python may be older than dsat supports.
     if TRIAL_VARIABLE in os.environ and sys.version_info >= (3, 10):
-        _process = _Process(Path(os.environ[TRIAL_VARIABLE]))
-        _process.change_arguments()
-        _process.watch()
+        _Process(Path(os.environ[TRIAL_VARIABLE])).begin()
     _run_hidden_sitecustomize()

@@ -115,7 +115,7 @@ def rotated(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", "spawned", "after"])
 @pytest.mark.parametrize(
     "how", ["deleted", "renamed", "rotated", "truncated", "appended", "emptied"]
 )

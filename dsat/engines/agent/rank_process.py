@@ -69,12 +69,13 @@ def become_rank(
         os.chdir(request["cwd"])
         if rank["cores"]:
             os.sched_setaffinity(0, rank["cores"])
+        own = {RANK_VARIABLE: str(os.getpid())} if request["starts_ranks"] else {}
+        env = {**rank["env"], **own}
         if not request["fork"]:
-            own = {RANK_VARIABLE: str(os.getpid())} if request["starts_ranks"] else {}
-            _execute(rank["command"], {**rank["env"], **own})
-        for name in set(os.environ) - set(rank["env"]):
+            _execute(rank["command"], env)
+        for name in set(os.environ) - set(env):
             del os.environ[name]
-        os.environ.update(rank["env"])
+        os.environ.update(env)
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         _run_forked(folder, rank["command"])
     except BaseException:

@@ -63,10 +63,11 @@ def install() -> None:
         wrapt.register_post_import_hook(adapt, name)
 
 
-def begin(folder: Path) -> None:
+def begin(folder: Path, *, is_below_rank: bool = False) -> None:
     """Activate the adapters for the trial in a folder; later calls do nothing.
 
-    If the first run only records how ranks start, the folder has no specification.
+    If the first run only records how ranks start, the folder has no specification. In a process
+    that a rank started (`is_below_rank`), only those act that protect files.
     """
     install()
     if TRIAL.folder is not None:
@@ -76,7 +77,7 @@ def begin(folder: Path) -> None:
         TRIAL.phase = Phase.TRAINING
         return
     TRIAL.files = UserFiles(folder)
-    TRIAL.phase = Phase.PREPARING
+    TRIAL.phase = Phase.BELOW_RANK if is_below_rank else Phase.PREPARING
     os.environ.update(trackers.variables_off(folder))
 
 

@@ -15,10 +15,11 @@ from dsat.in_trial.adapters import (
 )
 from dsat.in_trial.adapters import hf_trainer as hf
 from dsat.in_trial.adapters.calls import Adapter
-from dsat.in_trial.adapters.trial import IN_LOCAL_TRIALS, IN_TRIALS
+from dsat.in_trial.adapters.trial import IN_LOCAL_PROCESSES, IN_LOCAL_TRIALS, IN_TRIALS
 
 _in_trials = functools.partial(Adapter, phases=IN_TRIALS)
 _locally = functools.partial(Adapter, phases=IN_LOCAL_TRIALS)
+_in_processes = functools.partial(Adapter, phases=IN_LOCAL_PROCESSES)
 
 _PYTHON = (
     Adapter("argparse", "_ActionsContainer.add_argument", launchers.add_argument),
@@ -83,15 +84,15 @@ ENGINE = (
 MODELS = _locally("torch.nn.modules.module", "Module.__init__", torch_calls.build_model)
 
 _FILES = (
-    *(_locally("os", name, files.remove) for name in ("remove", "unlink", "rmdir")),
-    _locally("shutil", "rmtree", files.remove),
-    *(_locally("os", name, files.move) for name in ("rename", "replace")),
-    *(_locally("os", name, files.change) for name in ("truncate", "chmod", "chown", "utime")),
-    _locally("os", "mkdir", files.create("path", 0)),
-    _locally("os", "symlink", files.create("dst", 1)),
-    _locally("builtins", "open", files.open_file),
-    _locally("io", "open", files.open_file),
-    _locally("safetensors", "safe_open", files.read),
+    *(_in_processes("os", name, files.remove) for name in ("remove", "unlink", "rmdir")),
+    _in_processes("shutil", "rmtree", files.remove),
+    *(_in_processes("os", name, files.move) for name in ("rename", "replace")),
+    *(_in_processes("os", name, files.change) for name in ("truncate", "chmod", "chown", "utime")),
+    _in_processes("os", "mkdir", files.create("path", 0)),
+    _in_processes("os", "symlink", files.create("dst", 1)),
+    _in_processes("builtins", "open", files.open_file),
+    _in_processes("io", "open", files.open_file),
+    _in_processes("safetensors", "safe_open", files.read),
 )
 
 _TRAINERS = (
@@ -123,29 +124,29 @@ _DETERMINED = (
 
 # Functions and methods that save or load checkpoints; an engine returns whether it saved.
 _CHECKPOINTS = (
-    _locally("deepspeed.runtime.engine", "DeepSpeedEngine.save_checkpoint", files.skip),
-    _locally("deepspeed.runtime.engine", "DeepSpeedEngine.save_16bit_model", files.skip),
-    _locally("deepspeed.runtime.engine", "DeepSpeedEngine.save_fp16_model", files.skip),
-    _locally("accelerate.accelerator", "Accelerator.save_state", files.skip),
-    _locally("accelerate.accelerator", "Accelerator.save_model", files.skip),
-    _locally("accelerate.accelerator", "Accelerator.load_state", files.skip),
-    _locally("transformers.trainer", "Trainer.save_model", files.skip),
-    _locally("transformers.trainer", "Trainer.save_state", files.skip),
-    _locally("lightning.pytorch.trainer.trainer", "Trainer.save_checkpoint", files.skip),
-    _locally("pytorch_lightning.trainer.trainer", "Trainer.save_checkpoint", files.skip),
-    _locally("torch.distributed.checkpoint.state_dict_saver", "save", files.skip),
-    _locally("torch.distributed.checkpoint.state_dict_saver", "async_save", files.skip),
-    _locally("torch.distributed.checkpoint.state_dict_saver", "save_state_dict", files.skip),
+    _in_processes("deepspeed.runtime.engine", "DeepSpeedEngine.save_checkpoint", files.skip),
+    _in_processes("deepspeed.runtime.engine", "DeepSpeedEngine.save_16bit_model", files.skip),
+    _in_processes("deepspeed.runtime.engine", "DeepSpeedEngine.save_fp16_model", files.skip),
+    _in_processes("accelerate.accelerator", "Accelerator.save_state", files.skip),
+    _in_processes("accelerate.accelerator", "Accelerator.save_model", files.skip),
+    _in_processes("accelerate.accelerator", "Accelerator.load_state", files.skip),
+    _in_processes("transformers.trainer", "Trainer.save_model", files.skip),
+    _in_processes("transformers.trainer", "Trainer.save_state", files.skip),
+    _in_processes("lightning.pytorch.trainer.trainer", "Trainer.save_checkpoint", files.skip),
+    _in_processes("pytorch_lightning.trainer.trainer", "Trainer.save_checkpoint", files.skip),
+    _in_processes("torch.distributed.checkpoint.state_dict_saver", "save", files.skip),
+    _in_processes("torch.distributed.checkpoint.state_dict_saver", "async_save", files.skip),
+    _in_processes("torch.distributed.checkpoint.state_dict_saver", "save_state_dict", files.skip),
 )
 
 _TO_FILE = (
-    _locally("torch.serialization", "save", files.save("f", 1)),
-    _locally("torch.jit._serialization", "save", files.save("f", 1)),
-    _locally("safetensors.torch", "save_file", files.save("filename", 1)),
-    _locally("safetensors.numpy", "save_file", files.save("filename", 1)),
+    _in_processes("torch.serialization", "save", files.save("f", 1)),
+    _in_processes("torch.jit._serialization", "save", files.save("f", 1)),
+    _in_processes("safetensors.torch", "save_file", files.save("filename", 1)),
+    _in_processes("safetensors.numpy", "save_file", files.save("filename", 1)),
 )
 _TO_FOLDER = tuple(
-    _locally(module, f"{name}.save_pretrained", files.save("save_directory", 0), versions)
+    _in_processes(module, f"{name}.save_pretrained", files.save("save_directory", 0), versions)
     for module, name, versions in (
         ("transformers.modeling_utils", "PreTrainedModel", ""),
         ("transformers.configuration_utils", "PretrainedConfig", "<5"),
@@ -161,16 +162,16 @@ _TO_FOLDER = tuple(
     )
 )
 _TRACKERS = (
-    _locally(
+    _in_processes(
         "torch.utils.tensorboard.writer",
         "SummaryWriter.__init__",
         trackers.log_in_trial("log_dir"),
     ),
-    _locally("tensorboardX.writer", "SummaryWriter.__init__", trackers.log_in_trial("logdir")),
-    _locally("mlflow.tracking.client", "MlflowClient.__init__", trackers.connect_client),
-    _locally("mlflow", "set_tracking_uri", trackers.set_address),
-    _locally("wandb", "init", trackers.start_run),
-    _locally("hydra._internal.hydra", "Hydra.run", trackers.run_hydra),
+    _in_processes("tensorboardX.writer", "SummaryWriter.__init__", trackers.log_in_trial("logdir")),
+    _in_processes("mlflow.tracking.client", "MlflowClient.__init__", trackers.connect_client),
+    _in_processes("mlflow", "set_tracking_uri", trackers.set_address),
+    _in_processes("wandb", "init", trackers.start_run),
+    _in_processes("hydra._internal.hydra", "Hydra.run", trackers.run_hydra),
 )
 
 TABLE: tuple[Adapter, ...] = (

@@ -19,11 +19,13 @@ class Phase(enum.Enum):
     INERT = "no trial runs in the process"
     PREPARING = "a trial's script prepares its training"
     MEASURING = "a trial's script has called `deepspeed.initialize`"
+    BELOW_RANK = "a process that a rank of a trial started"
     ON_CLUSTER = "a trial in a container of a Determined cluster"
     TRAINING = "the training in full length (`--run-full-experiment`)"
 
 
 IN_LOCAL_TRIALS = (Phase.PREPARING, Phase.MEASURING)
+IN_LOCAL_PROCESSES = (*IN_LOCAL_TRIALS, Phase.BELOW_RANK)
 IN_TRIALS = (*IN_LOCAL_TRIALS, Phase.ON_CLUSTER)
 ALWAYS = (*IN_TRIALS, Phase.TRAINING)
 _printed: set[str] = set()

@@ -1,13 +1,16 @@
-"""A script that changes files and empties a folder, before its engine and after each step.
+"""A script that changes files and empties a folder: before its engine, in another process and after
+each step.
 
 A file is named after its change and its time, such as `deleted.before`; `--make` creates the files.
 """
 
 import argparse
+import multiprocessing
 import os
 import shutil
 from pathlib import Path
 
+TIMES = ("before", "spawned", "after")
 CHANGES = ("deleted", "renamed", "rotated", "truncated", "appended")
 
 
@@ -31,6 +34,9 @@ def train() -> None:
     import torch
 
     change("before")
+    process = multiprocessing.get_context("spawn").Process(target=change, args=("spawned",))
+    process.start()
+    process.join()
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "Adam", "params": {"lr": 0.001, "torch_adam": True}},
@@ -50,9 +56,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--make", action="store_true")
     if parser.parse_args().make:
-        for name in (f"{how}.{when}" for how in CHANGES for when in ("before", "after")):
+        for name in (f"{how}.{when}" for how in CHANGES for when in TIMES):
             Path(name).write_text("of an earlier training")
-        for when in ("before", "after"):
+        for when in TIMES:
             Path(f"emptied.{when}").mkdir()
             Path(f"emptied.{when}", "model.pt").write_text("of an earlier training")
     else:
