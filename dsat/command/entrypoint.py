@@ -82,6 +82,8 @@ class Entrypoint(Recorded):
         started_in: the command's working folder; empty if dsat did not run it.
         needs_command: why each trial must run the user's command again; empty if dsat can start
             its ranks directly.
+        config_word: argument that names the DeepSpeed configuration without a flag that says so,
+            such as `ds.json` or `--config=ds.json`; empty if there is none.
     """
 
     script: str = ""
@@ -98,10 +100,13 @@ class Entrypoint(Recorded):
     started_by: tuple[str, ...] = ()
     started_in: str = ""
     needs_command: str = ""
+    config_word: str = ""
 
     @property
     def config_path(self) -> str | None:
         """Path of the DeepSpeed configuration in the arguments; None if they name no path."""
+        if self.config_word:
+            return script_args.path_in(self.config_word)
         flag = None if self.launch.config_is_word else script_args.config_flag(self.args)
         return None if flag is None else script_args.value_of(self.args, flag)
 
@@ -121,7 +126,7 @@ class Entrypoint(Recorded):
         args = script_args.adapt_to_trial(
             self.args
             if self.launch.config_is_word
-            else script_args.replace_config(self.args, path),
+            else script_args.replace_config(self.args, path, self.config_word),
             config,
             switches,
             arg_mappings,

@@ -161,8 +161,19 @@ def config_flag(args: Sequence[str]) -> str | None:
     return next((f for f in own if (value_of(args, f) or "").endswith((".json", ".hjson"))), None)
 
 
-def replace_config(args: Sequence[str], path: str) -> tuple[str, ...]:
-    """Return the arguments with another DeepSpeed configuration, if they name one."""
+def path_in(word: str) -> str:
+    """Return the path that an argument names: all of it, or what follows `--flag=`."""
+    return word.partition("=")[2] if word.startswith("-") else word
+
+
+def replace_config(args: Sequence[str], path: str, word: str = "") -> tuple[str, ...]:
+    """Return the arguments with another DeepSpeed configuration, if they name one.
+
+    `word` is the argument that names it; empty to look for a known flag.
+    """
+    if word:
+        new = word.removesuffix(path_in(word)) + path
+        return tuple(new if arg == word else arg for arg in args)
     flag = config_flag(args)
     return tuple(args) if flag is None else rewrite(args, {flag: path}, {flag: flag}, add=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shlex
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsat.command import ds_config, own_files, recorded_start
+from dsat.command import ds_config, own_files, recorded_start, script_args
 from dsat.command import entrypoint as entrypoints
 from dsat.command import experiment as experiments
 from dsat.command.entrypoint import Entrypoint, UnknownStart
@@ -298,6 +299,8 @@ def _make_from_start(source: Source, ranks: Sequence[RankStart], program: Entryp
     if not folder.is_dir():  # removed when the command ended
         folder = Path(program.started_in)
     program = _mark_word(program, folder)
+    if program.config_path is None and first.config is not None:
+        program = replace(program, config_word=_find_config(program.args, folder, first.config))
     named = program.config_path
     is_gone = named is not None and not os.path.isfile(folder / named)
     path = _config_of_command(source.ds_config, Entrypoint() if is_gone else program, folder)
@@ -316,6 +319,22 @@ def _make_from_start(source: Source, ranks: Sequence[RankStart], program: Entryp
         ds_config={**experiment.ds_config, **_find_sizes(experiment.ds_config, first.config)},
     )
     return replace(source, experiment=experiment, program=program, unknown="")
+
+
+def _find_config(args: Sequence[str], folder: Path, passed: Mapping[str, Any]) -> str:
+    """Return the argument that names the file of the configuration that the script passes.
+
+    The script may have replaced values that are "auto", and added settings. Empty if none does.
+    """
+    used = ds_config.flat(passed)
+    for word in args:
+        path = folder / script_args.path_in(word)
+        if path.suffix in _SUFFIXES and path.is_file():
+            with contextlib.suppress(UserInputError):
+                own = ds_config.flat(ds_config.read(path))
+                if own and all(v in (ds_config.AUTO, used.get(k)) for k, v in own.items()):
+                    return word
+    return ""
 
 
 def _find_sizes(own: Mapping[str, Any], passed: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from dsat.prepare import source as sources
 from dsat.prepare.target import Target
 from testing.helpers import starts_of
 
-CONFIG = {"train_micro_batch_size_per_gpu": 1}
+MICRO = "train_micro_batch_size_per_gpu"
+CONFIG = {MICRO: 1}
 
 
 def run_of(folder: Path, *devices: str) -> Any:
@@ -71,3 +72,35 @@ def test_a_configuration_that_the_script_looks_up(
     for name in ("zero1.json", "/gone/zero1"):
         with pytest.raises(UserInputError, match=f"{name}, in the script's arguments: there is no"):
             sources.read(Target(command=(*command[:2], name)))
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "changed"),
+    [
+        (("ds.json",), CONFIG, ("/trial/ds.json",)),
+        (("--config", "ds.json", "--lr", "1"), CONFIG, ("--config", "/trial/ds.json", "--lr", "1")),
+        (("--config=ds.json",), {MICRO: "auto"}, ("--config=/trial/ds.json",)),
+        (("ds.json",), {MICRO: 2}, None),
+        (("ds.json",), {**CONFIG, "epochs": 3}, None),  # of the script, which passes a part of it
+        (("ds.json",), {}, None),
+    ],
+)
+def test_an_argument_names_the_configuration_that_the_script_passes(
+    words: tuple[str, ...],
+    file: dict[str, Any],
+    changed: tuple[str, ...] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its data loader may read the batch size from that file before the engine is made."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "ds.json").write_text(json.dumps(file))
+    command = ("train.py", *words)
+    [start] = starts_of(tmp_path, [{}], {**CONFIG, "steps_per_print": 10})
+    start = replace(start, command=(start.command[0], *command))
+    found = sources.read(Target(command=command)).complete_from_record(
+        cast(Any, SimpleNamespace(ranks=lambda: [start], env={}))
+    )
+    assert found.program.use_config("/trial/ds.json", CONFIG, {}, {}).args == (changed or words)
+    assert (found.program.config_path is None) is (changed is None)
