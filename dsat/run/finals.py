@@ -17,7 +17,7 @@ import enum
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from dsat.run.comparison import Comparison, Gain, margin_of_single_runs
@@ -303,13 +303,6 @@ class Finals:
             self._pair[turn.role] = log_value
         if not self._queue:
             self._continue()
-
-    def extend(self, trials: int) -> None:
-        """Raise the limit of runs if it is lower than `trials`; pairs continue until clear."""
-        if trials > self._rules.trials:
-            self._rules = replace(self._rules, trials=trials)
-            if self.over:
-                self._continue()
 
     def disqualify(self) -> None:
         """Exclude the pick from winning because it trains differently."""

@@ -118,7 +118,8 @@ class Run:
                 beside = max(len(running) - 1, self.neighbours.get(each.id, 0))
                 self.neighbours[each.id] = beside
             if trial.kind is TrialKind.REPEAT and self.baseline is not None:
-                self.repeat, self.repeated[trial.id] = trial, self.baseline.id
+                self.repeat = trial
+                self.repeated[trial.id] = self.baseline.id
             elif trial.kind is TrialKind.FINAL:
                 self._enter_final(trial)
             self.stop_reason = None
@@ -132,10 +133,8 @@ class Run:
             converged = event.get("converged", self.converged)
             self.is_reopened |= event["max_trials"] > self.plan.max_trials and not converged
             given = {name: event[name] for name in events.OF_A_BUDGET if name in event}
-            self.plan, self.stop_reason = replace(self.plan, **given), None
-            if self.finals is not None and not self.is_reopened:
-                room = self.most_trials - len(self.trials) + self.finals.used
-                self.finals.extend(min(self.plan.finals or 0, room))
+            self.plan = replace(self.plan, **given)
+            self.stop_reason = None
         elif kind == events.EVENT_STOPPED:
             self.stop_reason = event["reason"]
 

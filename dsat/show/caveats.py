@@ -11,7 +11,6 @@ from dsat.in_trial.adapters.deepspeed_calls import ZERO_INIT
 from dsat.in_trial.config_injection import SEVERAL_ENGINES
 from dsat.in_trial.steps import RAREST
 from dsat.run.comparison import Gain
-from dsat.run.journal import ENGINE
 from dsat.run.run import Run, typical_outcome
 from dsat.run.training_check import OWN_IS_WRONG, training_of
 from dsat.values import format as fmt
@@ -87,11 +86,10 @@ def _warn_of_noise(run: Run, found: Gain | None) -> Iterator[str]:
         )
     elif found is not None and found.high > _UNSURE * found.low:
         interval = f"may be anything from {found.low:.2f}x to {found.high:.2f}x"
-        where = "In a new run" if ENGINE in run.info else "With --resume"
         yield (
             f"the gain {'is not known' if found.is_unknown else interval}, because runs of the "
-            f"same configuration differ much. {_QUIETER} {where}, more pairs help too (--finals, "
-            "with enough --max-trials)."
+            f"same configuration differ much. {_QUIETER} In a new run more pairs help too "
+            "(--finals, with enough --max-trials)."
         )
 
 

@@ -219,11 +219,12 @@ def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:
             "add --train-batch-size to compare like with like"
         )
     yield from (f"note: {note}" for note in ready.notes)
-    done = run.finals
-    if done is not None and not run.is_reopened:
-        least = len(run.trials) - len(run.earlier) - done.used + (plan.finals or 0)
-        if least > plan.max_trials:
-            yield f"warning: {plan.finals} finals need more trials: --max-trials {least}"
+    asked, done = plan.finals or 0, run.finals
+    if done is not None and done.over and not run.is_reopened and asked > done.used:
+        yield (
+            "warning: the finals of this run are over, and --finals does not extend them: start a "
+            "new run (--run-dir NEW_FOLDER)"
+        )
     changed = history.difference(run, plan, ready.info)
     if changed is not None:
         yield (

@@ -127,28 +127,13 @@ def test_a_finished_run_is_told_again_and_nothing_is_run(user: User) -> None:
         assert told.status == 0
     assert [r["name"] for r in again.trials] == [r["name"] for r in first.trials]
     assert again.json["best"] == first.json["best"] and again.json["gain"] == first.json["gain"]
+    more = user.tunes("--max-trials", 10, "--finals", 20, "--resume")
+    assert "--finals does not extend them" in more.err and len(more.trials) == len(first.trials)
     fewer = user.tunes("--max-trials", 5, "--resume")
     assert fewer.status == 0 and len(fewer.trials) == len(first.trials)
 
 
 # -- another budget
-
-
-@pytest.mark.parametrize(("finals", "trials", "ends"), [(15, 50, 15), (15, 18, 9), (3, 50, 7)])
-def test_finals_that_decide_nothing_go_on_with_more_pairs(
-    tmp_path: Path, finals: int, trials: int, ends: int
-) -> None:
-    """The search has ended by itself, so only the pairs go on, as far as the trials allow."""
-    user = User(tmp_path, World(slots=2, run_sd=0.03, seed=3))
-    user.has({"train_micro_batch_size_per_gpu": 16})
-    first = user.tunes("--finals", 7, method="model")
-    searched = len(first.trials) - len(of_kind(first, "final"))
-    assert not first.json["finals"]["significant"]
-    trials = searched + ends if trials < 50 else trials
-    told = user.tunes("--finals", finals, "--max-trials", trials, "--resume", method="model")
-    assert told.status == 0 and len(told.trials) - len(of_kind(told, "final")) == searched
-    assert told.json["finals"]["pairs"] == (ends - 1) // 2, "one ran at the user's batch"
-    assert ("finals need more trials" in told.err) is (finals > ends > 7)
 
 
 @pytest.mark.parametrize("method", EACH_METHOD)
