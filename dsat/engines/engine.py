@@ -89,9 +89,9 @@ class LocalEngine:
 
     @property
     def num_slots(self) -> int:
-        """Number of usable devices; if trials run the user's whole command, at most one trial's."""
-        usable = self._slots.usable
-        return min(usable, self._slots.needed) if self.needs_command else usable
+        """Number of usable devices; at most one trial's, if trials must run one at a time."""
+        usable, alone = self._slots.usable, self.needs_command or self._retries.one_at_a_time
+        return min(usable, self._slots.needed) if alone else usable
 
     @property
     def needs_command(self) -> str:
@@ -217,8 +217,6 @@ class LocalEngine:
     def _start_waiting(self) -> None:
         while self._waiting and not self._devices.failure:
             start = self._waiting[0]
-            if self._retries.one_at_a_time and start.simulation_folder is None:
-                start = replace(start, alone=True)
             # An optimizer that is offloaded to the host needs all of the host's cores and memory.
             on_host = of_config(self._builder.config_of(start)).offloads
             alone = start.alone or (on_host and not self._hosts[0].machine.is_cpu)

@@ -29,7 +29,7 @@ _OF_LAUNCHERS = ("torch.distributed.elastic.", "subprocess.CalledProcessError: "
 _LOGGED_BY_LAUNCHER = re.compile(r"torch[./]distributed[./]elastic")
 # How launchers log the end of the first rank that failed.
 _EXIT_OF_RANK = re.compile(
-    r"exitcode\s*: (?P<torchrun>-?\d+)|return code = (?P<deepspeed>-?\d+)"
+    r"exitcode\s*: (?P<torchrun>-?\d+)|exits with return code = (?P<deepspeed>-?\d+)"
     r"|died with <Signals\.\w+: (?P<accelerate>\d+)>"
 )
 _SIGNALS = frozenset(map(int, signal.Signals))  # some numbers below 64 have no name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -157,7 +158,9 @@ def place_in_script(frame: FrameType) -> str:
     for each, line in traceback.walk_stack(frame):
         path = each.f_code.co_filename
         if not (path.startswith((_DSAT, *_LIBRARIES, _PROGRAMS)) or f"-packages{os.sep}" in path):
-            return f"{os.path.relpath(path)}:{line}"
+            with contextlib.suppress(OSError):  # the working folder may be gone
+                path = os.path.relpath(path)
+            return f"{path}:{line}"
     return ""
 
 

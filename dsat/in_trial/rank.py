@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dsat.errors import InvalidTrial
-from dsat.in_trial import config_injection, failures, loopback, meter, start_record
+from dsat.in_trial import config_injection, exits, failures, loopback, meter, start_record
 from dsat.in_trial.adapters import install, trackers
 from dsat.in_trial.adapters.hf_trainer import TrainerSettings
 from dsat.in_trial.adapters.trial import TRIAL
@@ -76,8 +76,8 @@ def begin(folder: Path, start: Mapping[str, Any], *, is_rank: bool) -> None:
         rank.prepare(start)
     else:
         start_record.install(folder, start, waits=True)
-        TRIAL.on_uncaught = functools.partial(_report_unmeasured, folder)
-        atexit.register(_report_exit, folder)
+        TRIAL.on_uncaught = functools.partial(exits.report_unmeasured, folder)
+        atexit.register(exits.report_exit, folder)
 
 
 def get_rank(folder: Path, *, is_forked: bool = False) -> Rank:
@@ -85,28 +85,6 @@ def get_rank(folder: Path, *, is_forked: bool = False) -> Rank:
     rank: Rank = TRIAL.rank or Rank(folder, is_rank=True, is_forked=is_forked)
     TRIAL.rank = rank
     return rank
-
-
-def _report_unmeasured(folder: Path, error: BaseException) -> None:
-    """Report an error before `deepspeed.initialize`, unless another process has reported one."""
-    if not any(folder.glob(result_file("*"))):
-        found = failures.outcome(error)
-        if isinstance(error, SystemExit):  # its traceback has no frame of the script
-            found = replace(_of_exit(error), detail="")
-        write_outcome(folder, rank_and_size()[0], found)
-
-
-def _report_exit(folder: Path) -> None:
-    """Report that the script itself, not a launcher, ended with `sys.exit` and an error."""
-    if TRIAL.exit is not None and TRIAL.exit.has_failed and TRIAL.exit.place:
-        _report_unmeasured(folder, TRIAL.exit.error)
-
-
-def _of_exit(stop: SystemExit) -> Outcome:
-    """Return the outcome of a process that ends with `sys.exit`."""
-    place = f" at {TRIAL.exit.place}" if TRIAL.exit is not None and TRIAL.exit.place else ""
-    said = f"the script ended with sys.exit({stop.code!r}){place}"
-    return replace(failures.outcome(stop), message=said)
 
 
 class Rank:
@@ -219,7 +197,7 @@ class Rank:
         """Report the measurement or the failure of a rank whose script ended by itself."""
         self._leave_if_complete()
         if self._pid is None:
-            _report_exit(self._folder)
+            exits.report_exit(self._folder)
         if not self.is_rank or self._spec.is_full_run:
             return
         uncaught = getattr(sys, "last_value", None)  # handled by an excepthook of the script
@@ -247,7 +225,7 @@ class Rank:
         refused = None if self._meter is None else self._meter.outcome
         if refused is not None and not refused.ok:
             return refused
-        return _of_exit(error)
+        return exits.outcome_of_exit(error)
 
     def _find_unchanged_flag(self) -> str:
         """Return a flag that still has the user's micro batch, not the trial's; empty if none."""

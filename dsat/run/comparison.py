@@ -23,10 +23,10 @@ _FEW, _DIFFERENT = 3, 0.95
 # if runs vary by 5 % and there are no finals, at most 5 % of searches recommend a configuration
 # that is not better than the user's own (`benchmarks/winners_curse.py`).
 _PRIOR_SD, _PRIOR_FREEDOM = 0.02, 3
-# The same for pairs, with degrees of freedom by the number of pairs; three pairs need no prior.
-# With these values, two pairs give no wider a median interval than one. Intervals contain the true
-# gain in 96 % of searches if runs vary by 5 %, and in 92 % if by 10 % (`tests/run/test_finals.py`).
-_PRIOR_SD_OF_PAIRS, _PRIOR_FREEDOM_OF_PAIRS = 0.03, {1: 3, 2: 1}
+# The same for pairs. With it and `_prior_freedom`, the median interval of two pairs is no wider
+# than that of one. Intervals hold in 96 % of runs at 5 % of variation, and in 91 % at 10 %
+# (`tests/run/test_finals.py`).
+_PRIOR_SD_OF_PAIRS = 0.03
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,11 @@ def _squares_beside_drift(values: Sequence[float]) -> float:
     return sum((value - start - slope * at) ** 2 for at, value in enumerate(values))
 
 
+def _prior_freedom(pairs: int, searched: int) -> int:
+    """Return the degrees of freedom of the prior of pairs; `searched` runs count besides them."""
+    return {1: 1 + searched, 2: 1}.get(pairs, 0)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Result of pairs of runs, in logarithms of their values; a larger value is better.
@@ -135,7 +140,7 @@ class Comparison:
         if count > 2:
             squares += _squares_beside_drift([first + second for first, second in pairs])
             freedom += count - 2
-        more = _PRIOR_FREEDOM_OF_PAIRS.get(count, 0)
+        more = _prior_freedom(count, sum(searched is not None for searched in before))
         prior = 2 * more * _PRIOR_SD_OF_PAIRS**2
         again = list(zip(before, zip(*pairs, strict=True), strict=True))[: 2 if count == 1 else 1]
         for searched, runs in again if count <= _FEW else ():

@@ -104,7 +104,7 @@ class Decisions:
         search = self._search
         if search is None:
             trial = self._profiling.next_trial()
-            if trial is not None and run.trials and len(run.trials) >= run.most_trials:
+            if trial is not None and len(run.trials) >= run.most_trials:
                 return self._stop_for_budget
             return trial or Wait()
         step = self._continue_search(search)

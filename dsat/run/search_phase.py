@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -242,12 +243,14 @@ def _blame_micro_batches(observations: list[Observation]) -> list[Observation]:
     """Mark errors that larger micro batches cause, so that searches try smaller ones.
 
     Above all micro batches that ran, an error of settings that ran is not the settings' fault.
-    Neither are errors of other settings there whose message differs in numbers only.
+    Neither are errors of other settings there whose message differs in numbers only. A second such
+    error excludes larger micro batches for all settings; a single one may be chance.
     """
     ran = [each for each in observations if each.outcome is not None and each.outcome.ok]
     largest = max((each.batch.micro_batch for each in ran), default=0)
     sound = {(each.point.branch, each.point.index) for each in ran if each.point is not None}
     errors: list[tuple[int, Outcome, str]] = []  # position, outcome, and message without numbers
+    counts = Counter[str]()
     causes = set()
     for position, each in enumerate(observations):
         outcome, point = each.outcome, each.point
@@ -256,12 +259,13 @@ def _blame_micro_batches(observations: list[Observation]) -> list[Observation]:
         if each.batch.micro_batch > largest:
             message = re.sub(r"\d+", "", outcome.message)
             errors.append((position, outcome, message))
+            counts[message] += 1
             if (point.branch, point.index) in sound:
                 causes.add(message)
     marked = list(observations)
     for position, outcome, message in errors:
         if message in causes:
-            most = marked[position].batch.micro_batch - 1
+            most = marked[position].batch.micro_batch - 1 if counts[message] > 1 else None
             too_large = replace(outcome, smaller_may_run=True, most_samples=most)
             marked[position] = replace(marked[position], outcome=too_large)
     return marked

@@ -37,7 +37,7 @@ _DRAWS = 4096  # most settings that one decision draws to find some that fit
 _STEP_UP = 4  # largest ratio of the next micro batch to the largest that ran
 _MOST_ERRORS = 4  # settings that may fail in a branch where nothing ran, before it is abandoned
 _ABANDONED = (
-    f"in every strategy that was not finished, {_MOST_ERRORS} configurations failed and none ran"
+    f"every configuration was tried, except in strategies where {_MOST_ERRORS} failed and none ran"
 )
 _WORTH_DOUBLING = math.log(1.05)  # least log growth of the rate per doubling of the micro batch
 _BEYOND = 4  # times the micro batch where growth ended is allowed: slow growth adds up
@@ -126,6 +126,7 @@ class _Branch:
         least_failed: the smallest micro batch that ran out of memory; infinite if none did.
         at_smallest: number of trials that ran out of memory with the smallest allowed micro batch.
         errors: indices of settings that failed for other reasons than memory, data or time.
+        has_run: whether a trial that the search proposed ran.
         drawn: indices of the settings that the search began.
     """
 
@@ -133,12 +134,13 @@ class _Branch:
     least_failed: float = math.inf
     at_smallest: int = 0
     errors: set[int] = field(default_factory=set)
+    has_run: bool = False
     drawn: set[int] = field(default_factory=set)
 
     @property
     def is_abandoned(self) -> bool:
         """Whether the branch is abandoned, because too many of its settings failed."""
-        return not self.largest_ran and len(self.errors) >= _MOST_ERRORS
+        return not self.has_run and len(self.errors) >= _MOST_ERRORS
 
     @property
     def failures(self) -> int:
@@ -209,11 +211,11 @@ class Arms:
                 ran[point.branch, point.index][size] = rate
             elif outcome.kind is OutcomeKind.TIMEOUT and size > self._sizes[0]:
                 too_large[point.branch].append(size)
-            elif outcome.kind is OutcomeKind.ERROR and outcome.smaller_may_run:
+            elif outcome.kind is OutcomeKind.ERROR and outcome.most_samples is not None:
                 for branch in range(len(self.branches)):
                     too_large[branch].append(size)
         for branch, sizes in too_large.items():
-            # A timeout below a micro batch that ran in this branch has another cause than its size.
+            # A failure below a micro batch that ran in this branch has another cause than its size.
             most = max((max(ran[key]) for key in ran if key[0] == branch), default=0)
             self._too_large[branch] = min((s for s in sizes if s > most), default=math.inf)
         self._largest = max((size for sizes in ran.values() for size in sizes), default=math.inf)
@@ -239,6 +241,7 @@ class Arms:
             return
         if outcome.ok:
             branch.largest_ran = max(branch.largest_ran, point.micro_batch)
+            branch.has_run |= observation.arm is not None
         elif outcome.kind.is_out_of_memory:
             branch.least_failed = min(branch.least_failed, point.micro_batch)
             branch.at_smallest += point.micro_batch == self._sizes[0]
@@ -365,7 +368,8 @@ class Arms:
         """Return the decision if no arm can continue: `Wait` while a trial runs, else `Stop`."""
         if self._is_anything_running:
             return Wait()
-        is_whole = not any(branch.is_abandoned for branch in self.branches)
+        branches = zip(self.branches, self.problem.space.branches, strict=True)
+        is_whole = not any(b.is_abandoned and len(b.drawn) < its.count for b, its in branches)
         return Stop(EXHAUSTED if is_whole else _ABANDONED)
 
 

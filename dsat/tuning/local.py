@@ -280,7 +280,9 @@ def _failure(run: Run, trials: Path) -> DsatError:
     if outcome.kind is OutcomeKind.INVALID:
         return UserInputError(outcome.message)
     hint = ""
-    if outcome.kind is OutcomeKind.ERROR:
+    if run.profile is None and str(run.stop_reason).startswith("the budget of"):
+        hint = " Not all that may fit was tried: allow more trials (--max-trials)."
+    elif outcome.kind is OutcomeKind.ERROR:
         hint = _blame(trial, outcome)
     elif outcome.kind is OutcomeKind.OOM and trial.kind is not TrialKind.SEARCH:
         hint = _does_not_fit(run)
@@ -311,8 +313,6 @@ def _does_not_fit(run: Run) -> str:
     ran = [run.trials[i].name for i, outcome in run.outcomes.items() if outcome.ok]
     if ran:
         return f" Only {ran[0]} ran, which profiled the model: allow more trials (--max-trials)."
-    if str(run.stop_reason).startswith("the budget of"):
-        return " Not all that may fit was tried: allow more trials (--max-trials)."
     tried = [t.strategy for t in run.trials.values() if t.kind is TrialKind.PROFILE]
     allowed = "" if 3 in run.plan.searched_stages else ", higher --zero-stages"
     several = run.plan.slots_per_trial > 1

@@ -276,7 +276,8 @@ class Outcome(Recorded):
         message: one line on what went wrong; empty for a successful trial.
         detail: the script's traceback, or the end of its log.
         duration_s: time from the launch to the outcome.
-        smaller_may_run: whether a smaller micro batch may run, because there were too few samples.
+        smaller_may_run: whether a smaller micro batch may run: there were too few samples, or the
+            script refuses larger ones.
         most_samples: the largest micro batch for which the samples suffice, with the trial's
             accumulation; None if unknown.
         fixed_batch: the number of samples that the script feeds regardless of the configured micro

@@ -69,7 +69,8 @@ def exit_process(call: Call) -> None:
         call.proceed()
     except SystemExit as stop:
         if threading.current_thread() is threading.main_thread():
-            call.trial.exit = Exit(stop, place_in_script(caller()))
+            place = place_in_script(caller()) if stop.code not in (None, 0) else ""
+            call.trial.exit = Exit(stop, place)
         raise
 
 
