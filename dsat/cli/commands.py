@@ -125,5 +125,5 @@ def _search(search: local.LocalSearch, view: LiveView) -> int:
         return EXIT_INTERRUPTED
     if search.failure is not None:
         return output.report(search.failure)
-    search.train()
+    search.train(sys.stderr if search.ready.settings.json else sys.stdout, sys.stderr)
     return EXIT_OK

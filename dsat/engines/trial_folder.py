@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import wrapt
@@ -78,6 +80,18 @@ def read_end(log: Path) -> list[str]:
         file.seek(max(0, log.stat().st_size - _END_BYTES))
         return file.read().decode(errors="replace").splitlines()
     return []
+
+
+def follow(log: Path) -> Iterator[str]:
+    """Yield at each call what a log has gained since the last one; empty if nothing."""
+    decoder, position = codecs.getincrementaldecoder("utf-8")("replace"), 0
+    while True:
+        new = b""
+        with contextlib.suppress(OSError), open(log, "rb") as file:
+            file.seek(position)
+            new = file.read()
+        position += len(new)
+        yield decoder.decode(new)
 
 
 def working_folder(experiment: Experiment, folder: Path) -> Path:

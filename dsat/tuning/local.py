@@ -7,12 +7,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from dsat.engines import Engine
 from dsat.engines.agent import leftovers
 from dsat.engines.engine import LocalEngine
 from dsat.engines.start import FULL_RUN_ID, LocalOptions
-from dsat.engines.trial_folder import TRIALS_FOLDER
+from dsat.engines.trial_folder import TRIALS_FOLDER, follow, log_files
 from dsat.errors import DsatError, SearchFailed, UserInputError
 from dsat.in_trial.failures import INSIDE_DSAT
 from dsat.memory.predictor import Basis
@@ -64,7 +65,8 @@ class LocalSearch:
             ended = leftovers.end_processes(self.folder) if ready.settings.resume else []
             if ended:
                 _log.info(
-                    "ended %d processes left over from an earlier run in this folder", len(ended)
+                    "ended %s left over from an earlier run in this folder",
+                    count(len(ended), "process"),
                 )
             self._tuner = Tuner(
                 ready.plan,
@@ -159,14 +161,17 @@ class LocalSearch:
             return _failure(self.run, self.trials)
         return None
 
-    def train(self) -> None:
-        """Train in full length with the best configuration, if the user asked for it."""
+    def train(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
+        """Train in full length with the best configuration, if the user asked for it.
+
+        The training's output is copied to `out` and `err` as it comes.
+        """
         best = self.run.best
         if not self.ready.settings.run_full_experiment or best is None or self.interrupted:
             return
         if not isinstance(self._engine, LocalEngine):
             raise UserInputError("needs the local engine", where="--run-full-experiment")
-        _train(self._engine, best)
+        _train(self._engine, best, out, err)
 
 
 def _log_line(kind: Kind, text: str) -> None:
@@ -251,19 +256,28 @@ def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
     )
 
 
-def _train(engine: LocalEngine, best: Trial) -> None:
+def _train(engine: LocalEngine, best: Trial, *streams: TextIO | None) -> None:
     folder = engine.train(best)
-    _log.info("training with %s; output in %s", best.name, folder / "stdout.log")
+    _log.info("training with %s in full length; its output is kept in %s", best.name, folder)
+    followed = [
+        (follow(folder / name), stream)
+        for name, stream in zip(log_files(0), streams, strict=True)
+        if stream is not None
+    ]
     while True:
-        for trial_id, outcome in engine.poll(1.0):
+        ended = engine.poll(1.0)
+        for texts, stream in followed:
+            stream.write(next(texts))
+            stream.flush()
+        for trial_id, outcome in ended:
             if trial_id != FULL_RUN_ID:
                 continue
             if outcome.kind is OutcomeKind.OK:
-                _log.info("trained; its output is in %s", folder)
+                _log.info("trained in full length; its output is in %s", folder)
                 return
             raise SearchFailed(
                 f"{outcome.describe('the full-length run')}. Its log is {folder / 'stderr.log'}.",
-                outcome.detail,
+                "" if followed else outcome.detail,
             )
 
 

@@ -58,7 +58,7 @@ def percent(fraction: float) -> str:
 
 def count(number: int, what: str) -> str:
     """Return a number of things: `1 trial`, `2 trials` or `2 batches`."""
-    plural = "es" if what.endswith("ch") else "s"
+    plural = "es" if what.endswith(("ch", "s")) else "s"
     return f"{number} {what}{'' if number == 1 else plural}"
 
 

@@ -96,6 +96,8 @@ def test_asha_on_two_ranks_keeps_what_the_user_chose_and_trains(tmp_path: Path) 
     assert result["gain"] > 0
     # The full-length run trains 20 steps, as searcher.max_length says; rank 0 reports.
     assert f"training with {run.best.name}" in told.err
+    shown = (run_dir / "full" / "stdout.log").read_text().strip()
+    assert shown and shown in told.err
     assert "autotuning" not in best and "dsat" not in best and "overwrite" not in best
     assert read_json(run_dir / "full" / "ds_config.json") == json.loads(best)
     [line] = (run_dir / "full" / "reports.jsonl").read_text().splitlines()

@@ -43,4 +43,4 @@ def test_tables_are_aligned_and_escaped() -> None:
 
 def test_counts_have_plurals() -> None:
     assert fmt.count(1, "micro batch") == "1 micro batch"
-    assert [fmt.count(2, what) for what in ("trial", "batch")] == ["2 trials", "2 batches"]
+    assert [fmt.count(2, what) for what in ("batch", "process")] == ["2 batches", "2 processes"]
