@@ -233,7 +233,9 @@ def register_search(name: str, search: type[Search]) -> None:
         hint = ""
         if hasattr(search, "ask"):
             hint = " (`ask` and `tell` became `propose`: see the changelog)"
-        raise TypeError(f"{search!r} is no subclass of dsat.search.Search with `propose`{hint}")
+        raise TypeError(
+            f"{search!r} is not a subclass of dsat.search.Search that defines `propose`{hint}"
+        )
     SEARCHES[name] = search
 
 

@@ -72,17 +72,19 @@ def _accelerators() -> Iterator[Finding]:
         return
     found, notes = machine.describe(), "; ".join(machine.warnings)
     if machine.is_cpu:
-        problem = "DeepSpeed sees none: trials run on processor cores"
-        remedy = "nothing to do for a first try, or for `dsat estimate`"
+        problem = "DeepSpeed finds no GPU, so trials run on CPU cores"
+        remedy = "no action is needed for a first try, or for `dsat estimate`"
         if ctypes.util.find_library("cuda") is not None:
-            problem += ", although NVIDIA's driver is there"
+            problem += ", although an NVIDIA driver is installed"
             remedy = (
-                "install torch for this driver's CUDA version, and see that CUDA_VISIBLE_DEVICES "
+                "install torch for this driver's CUDA version, and check that CUDA_VISIBLE_DEVICES "
                 "is not empty"
             )
         yield Finding("accelerators", found, WARNING, problem, remedy)
     elif notes:
-        remedy = "end the other programs, or choose devices by CUDA_VISIBLE_DEVICES"
+        remedy = "choose free devices with CUDA_VISIBLE_DEVICES, or end the programs that use them"
+        if "in use by" not in notes:  # a warning about too few cores
+            remedy = "allow more processor cores, or use fewer devices (--max-slots)"
         yield Finding("accelerators", found, WARNING, notes, remedy)
     else:
         yield Finding("accelerators", found)
@@ -98,24 +100,31 @@ def _packages() -> Iterator[Finding]:
         if found is None:
             yield Finding(name, "missing", FAILS, "no trial can run without it", remedy)
         elif not requirement.specifier.contains(found, prereleases=True):
-            problem = f"no trial begins: dsat needs {requirement.specifier}"
+            problem = f"no trial can run: dsat needs {requirement.specifier}"
             yield Finding(name, found, FAILS, problem, remedy)
         elif name == "torch":
-            yield Finding(name, f"{found}, for CUDA {_cuda_of_torch() or 'none'}")
+            yield Finding(
+                name,
+                f"{found}, with CUDA {_cuda_of_torch()}"
+                if _cuda_of_torch()
+                else f"{found}, without CUDA",
+            )
         elif name == "deepspeed":
             yield _deepspeed(found)
     there = {name: packages.version(name) for name in _FRAMEWORKS}
     said = ", ".join(f"{name} {found}" for name, found in there.items() if found is not None)
-    yield Finding("frameworks", said or "none that dsat knows; a plain DeepSpeed script needs none")
+    yield Finding(
+        "frameworks", said or "none that dsat knows (a plain DeepSpeed script needs none)"
+    )
 
 
 def _deepspeed(version: str) -> Finding:
     faults = hazards.of_version(version)
     if not faults:
         return Finding("deepspeed", version)
-    problem = "; ".join(f"{each.condition}: {each.effect}" for each in faults)
+    problem = "; ".join(f"{each.effect} ({each.condition})" for each in faults)
     remedy = f"pip install deepspeed=={hazards.unaffected_version(faults)}"
-    return Finding("deepspeed", version, WARNING, f"known faults. {problem}", remedy)
+    return Finding("deepspeed", version, WARNING, f"known faults: {problem}", remedy)
 
 
 def _compiler() -> Finding:
@@ -123,8 +132,8 @@ def _compiler() -> Finding:
     if path := shutil.which(compiler):
         return Finding(part, path)
     problem = (
-        "DeepSpeed cannot compile its operators: CPUAdam for offloaded optimizers, FusedAdam, "
-        "communication of several ranks on a CPU"
+        "DeepSpeed cannot compile its operators: CPUAdam for offloading, FusedAdam, communication "
+        "between ranks on a CPU"
     )
     remedy = "apt install g++, or conda install -c conda-forge gxx"
     return Finding(part, f"no {compiler}", WARNING, problem, remedy)
@@ -140,18 +149,20 @@ def _toolkit() -> Finding:
     if nvcc is None:
         operators = _operators_without_nvcc()
         if not operators:
-            return Finding("CUDA toolkit", "no nvcc, and DeepSpeed's optimizers need none")
+            return Finding("CUDA toolkit", "no nvcc (DeepSpeed's optimizers do not need it)")
         problem = f"DeepSpeed cannot compile {' and '.join(operators)}"
         remedy += (
-            '. Or train with torch\'s optimizer ("torch_adam": true in optimizer.params), which '
-            "offloading accepts too"
+            '. Or use torch\'s optimizer ("torch_adam": true in optimizer.params), which works '
+            "with offloading too"
         )
         return Finding("CUDA toolkit", "no nvcc", WARNING, problem, remedy)
     release = _release(nvcc)
     found = f"{nvcc} {release or 'does not answer'}"
     # op_builder/builder.py of deepspeed 0.19.8, `assert_no_cuda_mismatch`
     if wanted and release and wanted.split(".")[0] != release.split(".")[0]:
-        problem = f"torch has CUDA {wanted}: DeepSpeed refuses to compile operators"
+        problem = (
+            f"torch has CUDA {wanted}, so DeepSpeed refuses to compile operators with this nvcc"
+        )
         return Finding("CUDA toolkit", found, WARNING, problem, remedy)
     return Finding("CUDA toolkit", found)
 
@@ -202,8 +213,8 @@ def _shared_memory() -> Finding:
         free = 0
     if free >= _SHARED_BYTES:
         return Finding(_SHARED, f"{fmt.memory(free)} free")
-    problem = "NCCL and loaders with workers share memory there, and end with a bus error"
-    remedy = "docker run --shm-size=8g, or --ipc=host"
+    problem = "NCCL and data loader workers need more space there, or fail with a bus error"
+    remedy = "in Docker: docker run --shm-size=8g, or --ipc=host"
     return Finding(_SHARED, f"{fmt.memory(free)} free", WARNING, problem, remedy)
 
 

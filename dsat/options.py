@@ -225,10 +225,10 @@ def memory_size(value: str | int) -> int:
     """Return the bytes of `24GiB`, `512MB` or a plain number."""
     size = _measure(value, _MEMORY_UNITS)
     if not 1 <= size <= LARGEST_INTEGER:
-        raise ValueError(f"invalid memory size {value!r} (for example 24GiB)")
+        raise ValueError(f"invalid memory size {value!r}: write, for example, 24GiB")
     if size < _LEAST_MEMORY:
         likely = f"{value}GiB" if str(value).isdigit() else "24GiB"
-        raise ValueError(f"{value!r} is {int(size)} bytes only (for example {likely})")
+        raise ValueError(f"{value!r} is only {int(size)} bytes: write, for example, {likely}")
     return int(size)
 
 
@@ -347,7 +347,9 @@ def _lora(value: Any) -> dict[str, str]:
         value = dict(part.partition("=")[::2] for part in _word(value).split(","))
     found = {str(key).strip(): str(part).strip() for key, part in value.items()}
     if set(found) - {"r", "target", "dropout"} or not all(found.values()):
-        raise ValueError(f"invalid adapters {value!r} (for example r=16,target=q_proj+v_proj)")
+        raise ValueError(
+            f"invalid adapters {value!r}: write, for example, r=16,target=q_proj+v_proj"
+        )
     at_least(1).read(found.get("r", "8"))
     _fraction(found.get("dropout", "0"))
     return found

@@ -280,7 +280,7 @@ def test_errors_are_those_of_dsat(place: Place, tmp_path: Path) -> None:
     for options, error, said in wrong:
         with pytest.raises(error, match=said):
             place.tune(**options)
-    with pytest.raises(UserInputError, match="no run"):
+    with pytest.raises(UserInputError, match="no such run"):
         dsat.load_run(tmp_path)
     with pytest.raises(UserInputError, match=r"no such file.*a list of words"):
         dsat.tune(f"train.py {'x' * 300}")

@@ -75,8 +75,10 @@ def result_of(search: LocalSearch) -> Iterator[terminal.Part]:
         if not ready.machine.is_cpu:
             yield "Train with your own command: it has this configuration already."
             return
-        own = "Your own command has this configuration already."
-        yield f"{own} The next one also has the threads and cores of the trials."
+        yield (
+            "Your own command has this configuration already. The next command also sets the "
+            "threads and cores of the trials."
+        )
     yield f"Train with it: {train_command.make_line(ready, run, search.folder)}"
 
 

@@ -57,7 +57,7 @@ def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
     name, words = (argv[0], list(argv[1:])) if argv else ("", [])
     parser = build_parser(name)
     if name not in METHODS and _is_program(name):
-        parser.error(f"to tune a command: dsat {TUNE} {name} ...")
+        parser.error(f"there is no command {name!r}. To tune a training: dsat {TUNE} {name} ...")
     if name not in METHODS and (hint := did_you_mean(name, METHODS).strip()):
         parser.error(f"there is no command {name!r}. {hint}")
     if name in READ_ONLY or name not in METHODS:
@@ -78,7 +78,9 @@ def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
     namespace, unknown = parser.parse_known_args([name, *_join_switches(words, options)])
     if unknown:
         if unknown[0] == "--":
-            parser.error(f"{target_words[0]} and a command cannot both be tuned")
+            parser.error(
+                f"{target_words[0]} and a command cannot both be tuned. Remove one of them."
+            )
         flags = [flag for each in options for flag in each.flags]
         hint = did_you_mean(unknown[0].partition("=")[0], flags, 0.75).strip()
         parser.error(f"dsat {name} has no option {unknown[0]}. {hint}".strip())
@@ -96,7 +98,9 @@ def _note_options_of_command(words: Sequence[str], options: Iterable[Option]) ->
     ours = {flag for each in options if each.group is Group.FIRST for flag in each.flags}
     for word in words:
         if word.startswith("--") and word.partition("=")[0] in ours:
-            note = f"note: {word} goes to your command. Options of dsat come before it."
+            note = (
+                f"note: {word} is passed to your command. Put options of dsat before the command."
+            )
             print(note, file=sys.stderr)
 
 
@@ -155,18 +159,18 @@ def _check_target(name: str, values: Mapping[str, Any], target: Mapping[str, Any
     """Raise UserInputError if the target is missing, or an option does not apply to its kind."""
     if "command" in target and values.get("include"):
         raise UserInputError(
-            "works only with an experiment configuration. Remove it", where="--add-files"
+            "works only with an experiment configuration", where="--add-files", hint="Remove it."
         )
     if "config" in target and values.get("ds_config") is not None:
         raise UserInputError(
-            "is for a command; in an experiment configuration it is "
-            "hyperparameters.deepspeed_config",
+            "works only with a command",
             where="--ds-config",
+            hint="In an experiment configuration, set hyperparameters.deepspeed_config.",
         )
     if not target and values.get("model") is None:
         others = ", or give --model" if name in PREDICTS else ""
         raise UserInputError(
-            "there is no command to look at" if name in PREDICTS else "there is no command to tune",
+            "the training command is missing",
             where=f"dsat {name}",
             hint=f"Write `dsat {name} deepspeed train.py`, for example{others}.",
         )

@@ -123,9 +123,9 @@ def _trial(run: Run, name: str) -> Trial:
     named = [trial for trial in run.trials.values() if name in (trial.name, str(trial.id))]
     if not named:
         raise UserInputError(
-            "is no trial of this run",
+            "there is no such trial in this run",
             where=f"--trial {name}",
-            hint="`dsat show --trials` lists them.",
+            hint="`dsat show --trials` lists all trials.",
         )
     return named[0]
 

@@ -42,14 +42,16 @@ def copy_as_json(data: Any, at: str = "") -> Any:
         is_list = isinstance(data, list)
         for key, value in enumerate(data) if is_list else getattr(data, "items", tuple)():
             copy_as_json(value, f"{at}.{key}")
-        known = "holds a value that JSON does not know (NaN, or a date without quotes)"
+        known = (
+            "contains a value that JSON cannot represent (such as NaN, or a date without quotes)"
+        )
         raise ValueError(f"{known}{at and f' at {at[1:]}'}: {error}") from None
 
 
 def check_size(data: Any) -> None:
     """Raise ValueError if a YAML document, with aliases expanded, has too many values."""
     if _count(data, {}) > _MOST_VALUES:
-        raise ValueError(f"holds more than {_MOST_VALUES:,} values, with those of its aliases")
+        raise ValueError(f"contains more than {_MOST_VALUES:,} values, counting aliases")
 
 
 def _count(data: Any, known: dict[int, int]) -> int:

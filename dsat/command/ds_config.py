@@ -65,7 +65,7 @@ def parse(text: str) -> dict[str, Any]:
         except json.JSONDecodeError:
             found = _parse_hjson(text)
         if not isinstance(found, dict):
-            raise ValueError("does not hold a mapping of keys to values")
+            raise ValueError("is not a mapping of keys to values")
         return dict(document.copy_as_json(found))
     except RecursionError:
         raise ValueError("is nested too deeply") from None
@@ -81,7 +81,7 @@ def _parse_hjson(text: str) -> Any:
             f"is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})"
         ) from None
     except OverflowError:  # hjson converts 1e999 to an integer
-        raise ValueError("is not valid JSON: it holds a number that is too large") from None
+        raise ValueError("is not valid JSON: it contains a number that is too large") from None
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         twice = ", ".join(key for key, count in counts.items() if count > 1)
-        raise ValueError(f"gives a key more than once, which DeepSpeed refuses: {twice}")
+        raise ValueError(f"repeats a key, which DeepSpeed refuses: {twice}")
     return found
 
 
@@ -266,17 +266,17 @@ def _check_comparable(config: Mapping[str, Any], slots: int, *, where: str) -> N
     shared = parallelism.of_config(config)
     if slots % shared.shared:
         raise UserInputError(
-            f"{shared.label} needs a multiple of {shared.shared} devices, and a trial has {slots}",
+            f"{shared.label} needs a multiple of {shared.shared} devices, but a trial has {slots}",
             where=where,
-            hint="Change the sizes in the configuration, or the devices of a trial.",
+            hint="Change the parallel size in the configuration, or the number of devices.",
         )
     # `configure_zenflow` in runtime/zenflow/engine.py, 0.19.8.
     if at(config, "zero_optimization.zenflow") not in (None, AUTO):
         raise UserInputError(
-            "ZenFlow decides by itself how many micro batches an optimizer step has, and dsat "
-            "compares optimizer steps",
+            "ZenFlow cannot be tuned: dsat compares optimizer steps, and ZenFlow varies their "
+            "number of micro batches",
             where=f"{where}: zero_optimization.zenflow",
-            hint="Take it out to tune the rest.",
+            hint="Remove this section to tune the rest.",
         )
 
 
@@ -307,8 +307,8 @@ def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> Batch
         if AUTO in (config.get(key) for key in BATCH_KEYS):
             problem = 'the batch size is "auto", which only the Trainer and accelerate replace'
             hint = (
-                "Write the number of train_micro_batch_size_per_gpu, or give "
-                "--per_device_train_batch_size and --deepspeed on the command line."
+                "Set train_micro_batch_size_per_gpu to a number, or give --deepspeed and "
+                "--per_device_train_batch_size on the command line."
             )
         raise UserInputError(problem, where=where, hint=hint)
     if micro is None:
@@ -318,12 +318,13 @@ def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> Batch
     total = total or micro * gas * counted
     if total != micro * gas * counted or min(total, micro, gas) < 1:
         said = ", ".join(f"{key} {value}" for key, value in given.items())
-        by = f" / {SEQUENCE_SIZE}" if shared.sequence > 1 else ""
+        how = "contradict each other" if len(given) > 1 else "is impossible"
+        problem = f"{said} {how} on {count(slots, 'device')}"
         raise UserInputError(
-            f"{said} contradict each other on {count(slots, 'device')}: train_batch_size must be "
-            f"train_micro_batch_size_per_gpu x gradient_accumulation_steps x devices{by}",
+            f"{problem}: train_batch_size must be train_micro_batch_size_per_gpu x "
+            f"gradient_accumulation_steps x devices{f' / {SEQUENCE_SIZE}' * (shared.sequence > 1)}",
             where=where,
-            hint="Correct one of them or leave it out.",
+            hint="Correct or delete one of these settings.",
         )
     return BatchTriple(total // shared.tensor, micro, gas, shared)
 

@@ -172,7 +172,7 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
         env |= placement.read_exported_variables(model_dir)
     if found.script and not (model_dir / found.script).is_file():
         raise UserInputError(
-            f"there is no file {found.script!r} in {model_dir}",
+            f"there is no file {found.script!r} in the folder {str(model_dir)!r}",
             where=_WHERE,
             hint="Go to the folder where it is, or give its path from here.",
         )
@@ -266,9 +266,9 @@ def _words(entrypoint: str | Sequence[str]) -> list[str]:
         return [str(word) for word in entrypoint]
     if _SHELL.search(entrypoint):
         raise UserInputError(
-            f"{entrypoint!r} needs a shell, and dsat starts the ranks itself",
+            f"{entrypoint!r} needs a shell, but dsat starts the ranks without one",
             where=_WHERE,
-            hint="Put what the shell does into the script. " + _FORMS,
+            hint="Move the shell's work into the script. " + _FORMS,
         )
     try:
         return shlex.split(entrypoint)
@@ -334,13 +334,13 @@ def _determined(launcher: str, words: list[str]) -> Entrypoint:
         raise UserInputError(
             f"{launcher} is not installed",
             where=_WHERE,
-            hint="Run pip install 'determined>=0.28,<0.38', or leave the launcher out.",
+            hint="Run pip install 'determined>=0.28,<0.38', or remove the launcher.",
         )
     is_torch = launcher.endswith("torch_distributed")
     if "--" in words and (is_torch or words[0] == "--"):
         words = words[words.index("--") + 1 :]
     if not words:
-        raise UserInputError("the launcher is given no script", where=_WHERE, hint=_FORMS)
+        raise UserInputError("names no script after the launcher", where=_WHERE, hint=_FORMS)
     flag, equals, name = words[0].partition("=")
     rest = [name, *words[1:]] if equals else words[1:]
     if flag != "--trial":
@@ -378,7 +378,7 @@ def _split_launcher(
             value = rest.pop(0)
         options[name] = value
     if not rest:
-        raise UserInputError(f"{launcher} is given no script", where=_WHERE, hint=_FORMS)
+        raise UserInputError(f"names no script after {launcher}", where=_WHERE, hint=_FORMS)
     if options.keys() & {"--no_python", "--no-python"}:
         found = _command(rest)
     else:

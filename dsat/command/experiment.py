@@ -96,7 +96,7 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
     entrypoint = data.get("entrypoint")
     if not isinstance(entrypoint, (str, list)) or not entrypoint:
         raise UserInputError(
-            f"must be a command, not {entrypoint!r}" if entrypoint else "there is no entrypoint",
+            f"must be a command, not {entrypoint!r}" if entrypoint else "is missing",
             where=f"{where}: entrypoint",
             hint='Write, for example, "entrypoint: deepspeed train.py".',
         )
@@ -185,7 +185,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     else:
         if isinstance(data, dict):
             return data
-        problem = "does not hold a mapping of keys to values"
+        problem = "is not a mapping of keys to values"
     raise UserInputError(problem, where=str(path))
 
 
@@ -245,10 +245,10 @@ def _hyperparameters(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     where = f"{where}: hyperparameters"
     if not isinstance(hparams, Mapping) or CONFIG_KEY not in hparams:
         raise UserInputError(
-            f"there is no hyperparameters.{CONFIG_KEY}",
-            where=where,
-            hint=f"Add it with the path of your DeepSpeed configuration: {CONFIG_KEY}: "
-            "ds_config.json",
+            "is missing",
+            where=f"{where}.{CONFIG_KEY}",
+            hint=f"Add the path of your DeepSpeed configuration, for example {CONFIG_KEY}: "
+            "ds_config.json.",
         )
     found = {str(key): _constant(value, f"{where}.{key}") for key, value in hparams.items()}
     inline = {key: found.get(key) for key in (CONFIG_KEY, OVERWRITE_KEY)}
@@ -266,9 +266,9 @@ def _constant(value: Any, where: str) -> Any:
         return value.get("val")
     if kind in ("int", "double", "log", "categorical"):
         raise UserInputError(
-            f"is a range ({kind}), and dsat searches DeepSpeed's settings only",
+            f"is a range ({kind}), but dsat searches only DeepSpeed's settings",
             where=where,
-            hint="Give it a single value.",
+            hint="Replace the range with one value.",
         )
     if isinstance(value, Mapping) and not where.endswith((CONFIG_KEY, OVERWRITE_KEY)):
         return {str(key): _constant(each, f"{where}.{key}") for key, each in value.items()}
@@ -287,7 +287,7 @@ def _ds_config(
         if (folder / value).is_file():
             return ds_config.read(folder / value), str(folder / value)
     raise UserInputError(
-        f"there is no file {value!r} in {model_dir}",
+        f"there is no file {value!r} in the folder {str(model_dir)!r}",
         where=key,
         hint="The path is relative to the model folder.",
     )
@@ -302,7 +302,7 @@ def _check_searcher(data: Mapping[str, Any], where: str) -> None:
     values = list(length.values()) if isinstance(length, Mapping) else [length]
     if len(values) != 1 or isinstance(values[0], bool) or not isinstance(values[0], int):
         raise UserInputError(
-            f"must be a whole number or a single unit with one, not {length!r}",
+            f"must be a whole number, or one unit with a whole number, not {length!r}",
             where=f"{where}: searcher.max_length",
             hint="For example: max_length: {batches: 100}",
         )
@@ -317,7 +317,7 @@ def _environment(data: Mapping[str, Any], where: str) -> dict[str, str]:
     for part in parts:
         if not isinstance(part, list):
             raise UserInputError(
-                f"must be a list of NAME=VALUE, or such lists by kind of device, not {part!r}",
+                f"must be a list of NAME=VALUE, or one such list per device type, not {part!r}",
                 where=where,
             )
         for entry in part:

@@ -59,7 +59,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserInputError(f"is not valid JSON: {error}", where=str(path)) from None
     if not isinstance(config, dict):
-        raise UserInputError("does not hold a mapping of keys to values", where=str(path))
+        raise UserInputError("is not a mapping of keys to values", where=str(path))
     return config
 
 
@@ -79,14 +79,15 @@ def _find_on_hub(model: str) -> Path:
         raise missing from None
     except LocalEntryNotFoundError:
         raise UserInputError(
-            "is no file or folder, and the Hugging Face Hub is offline or cannot be reached",
+            "is not a file or folder, and the Hugging Face Hub is offline or cannot be reached",
             where=where,
             hint="Give the path of a config.json.",
         ) from None
     except OSError as error:  # includes errors of the Hub and the network
         reason = str(error).strip().partition("\n")[0]
         raise UserInputError(
-            f"is no file or folder, and the Hugging Face Hub has no config.json for it: {reason}",
+            f"is not a file or folder, and the Hugging Face Hub has no config.json for it: "
+            f"{reason}",
             where=where,
             hint="Give the path of a config.json, or run `hf auth login` if the model is gated.",
         ) from None

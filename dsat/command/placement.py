@@ -104,7 +104,7 @@ def read_torchrun_options(options: Mapping[str, str]) -> tuple[int | None, Launc
     least, _, most = given.partition(":")
     if not _COUNT.fullmatch(least) or most not in ("", least):
         raise UserInputError(
-            f"--nnodes {given}: trials on another number of machines cannot be compared",
+            f"--nnodes {given}: all trials must run on the same number of machines",
             where=_WHERE,
             hint="Give one number.",
         )
@@ -147,11 +147,13 @@ def read(path: Path) -> dict[str, int | None]:
         match = _MACHINE.fullmatch(machine)
         if match is None:
             raise UserInputError(
-                f"has the line {machine!r}", where=str(path), hint="Write it as NAME slots=8."
+                f"has an invalid line, {machine!r}",
+                where=str(path),
+                hint="Write, for example, NAME slots=8.",
             )
         name, slots = match.groups()
         if name in found:
-            raise UserInputError(f"names {name} twice", where=str(path))
+            raise UserInputError(f"lists {name} twice", where=str(path))
         found[name] = int(slots) if slots else None
     return found
 
@@ -178,22 +180,22 @@ def choose_machines(
     if nodes is not None:
         if nodes > len(found):
             raise UserInputError(
-                f"{_NODES} {nodes}: {path} has {len(found)} machines for it", where=_WHERE
+                f"{_NODES} {nodes}: only {len(found)} machines of {path} are available",
+                where=_WHERE,
             )
         found = dict(itertools.islice(found.items(), nodes))
     if gpus is not None:
         found = {name: tuple(range(gpus)) for name in found}
     if not found:
-        raise UserInputError(f"no machine of {path} is left", where=_WHERE)
+        raise UserInputError(f"--include and --exclude leave no machine of {path}", where=_WHERE)
     first, *others = found
     for name in others:
         if len(found[name]) != len(found[first]):
             raise UserInputError(
-                f"{path} gives {_slots_text(found[first])} of {first} and "
-                f"{_slots_text(found[name])} of {name}: trials on "
-                "unequal machines cannot be compared",
+                f"{path} lists {_slots_text(found[first])} for {first} and "
+                f"{_slots_text(found[name])} for {name}, but all machines need the same number",
                 where=_WHERE,
-                hint="Choose equally many of each, with slots=N, --include or --num_gpus.",
+                hint="Make the numbers equal with slots=N, --include or --num_gpus.",
             )
     return found
 
@@ -208,9 +210,9 @@ def read_devices(options: Mapping[str, str], *names: str) -> tuple[int, ...]:
         given = options.get(name, "")
         if "@" in given:
             raise UserInputError(
-                f"{name} {given} names {given.count('@') + 1} machines, and trials run on this one",
+                f"{name} {given} names {given.count('@') + 1} machines, but trials run on this one",
                 where=_WHERE,
-                hint="Leave it out, and give --num_gpus.",
+                hint="Use --num_gpus instead.",
             )
         if given and (positions := _positions(name, given)[1]):
             return positions
@@ -255,7 +257,7 @@ def _positions(option: str, given: str) -> tuple[str, tuple[int, ...]]:
     numbers = [number.strip() for number in slots.split(",")] if colon else []
     if not all(map(_COUNT.fullmatch, numbers)):
         raise UserInputError(
-            f"{option} {given}: expected NAME:SLOT,SLOT", where=_WHERE, hint="As localhost:0,1"
+            f"{option} {given}: expected NAME:SLOT,SLOT, such as localhost:0,1", where=_WHERE
         )
     return name.strip(), tuple(sorted({int(number) for number in numbers}))
 
@@ -269,14 +271,16 @@ def _filter(
         for given in filter(None, options.get(option, "").split("@")):
             name, slots = _positions(option, given)
             if name not in there:
-                raise UserInputError(f"{option} {given}: {path} has no {name}", where=_WHERE)
+                raise UserInputError(
+                    f"{option} {given}: {path} has no machine {name}", where=_WHERE
+                )
             unknown = option in _EXCLUDE and not there[name]
             missing = [
                 slot for slot in slots if slot not in there[name] and (there[name] or unknown)
             ]
             if missing:
                 raise UserInputError(
-                    f"{option} {given}: {path} gives no slot {missing[0]} of {name}", where=_WHERE
+                    f"{option} {given}: {path} lists no slot {missing[0]} for {name}", where=_WHERE
                 )
             found[name] = slots
     return found

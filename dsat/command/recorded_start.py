@@ -21,9 +21,9 @@ _SPAWNED = "--multiprocessing-fork"
 # Flags that DeepSpeed's launcher and `torch.distributed.launch` put before each rank's arguments.
 _LOCAL_RANK, _DASHED_LOCAL_RANK = "--local_rank", "--local-rank"
 ONE_TRAINING = (
-    "Give the command of one training alone, for example: dsat tune torchrun train.py ..."
+    "Give a command that starts one training, for example: dsat tune torchrun train.py ..."
 )
-ONE_NODE = "Start it on one machine here, for example: dsat tune torchrun train.py ..."
+ONE_NODE = "Start all ranks on this machine, for example: dsat tune torchrun train.py ..."
 # Variables that launchers set for each rank, or that do not affect the training.
 _OF_A_START = frozenset(
     """
@@ -93,13 +93,13 @@ def check_one_training(ranks: Sequence[RankStart]) -> None:
     if len(set(numbers)) < len(numbers) or any(rank.size != size for rank in ranks):
         starts = max(numbers.count(number) for number in numbers)
         raise UserInputError(
-            f"starts {max(starts, 2)} trainings, and dsat tunes one",
+            f"starts {max(starts, 2)} trainings, but dsat tunes only one",
             where="command",
             hint=ONE_TRAINING,
         )
     if len(ranks) < size:
         raise UserInputError(
-            f"is one of several nodes: {len(ranks)} of its {size} ranks started here",
+            f"runs on several nodes: only {len(ranks)} of its {size} ranks started here",
             where="command",
             hint=ONE_NODE,
         )
@@ -124,7 +124,7 @@ def recognise_program(
     passes_local_rank = program.args[:1] == (_LOCAL_RANK + local_rank,)
     passes_dashed = program.args[:1] == (_DASHED_LOCAL_RANK + local_rank,)
     if passes_dashed and not needs_command:
-        needs_command = f"their launcher passes {_DASHED_LOCAL_RANK} to each"
+        needs_command = f"the launcher passes {_DASHED_LOCAL_RANK} to each rank"
     bound = _bound_cores(ranks, cores) if passes_local_rank else ()
     is_mine = (first.prefix, first.version) == (sys.prefix, tuple(sys.version_info[:2]))
     return replace(
@@ -158,17 +158,17 @@ def _why_only_command(first: RankStart) -> str:
         return made
     _, program = split_interpreter(first.command[1:])
     if program[:1] in ([], ["-c"], ["-"]):
-        return "their program is in no file (-c, standard input)"
+        return "the program is not in a file (-c, or standard input)"
     script = [] if program[0] == "-m" else [program[0]]
     for path in [first.cwd, first.executable, *script]:
         if not (Path(first.cwd) / path).exists():
-            return f"{path} is gone when the command has ended"
+            return f"{path} no longer exists when the command has ended"
     return ""
 
 
 def _why_made(rank: RankStart) -> str:
     is_made = rank.forked or _SPAWNED in rank.command
-    return "another Python process makes them (multiprocessing)" if is_made else ""
+    return "another Python process starts them (multiprocessing)" if is_made else ""
 
 
 def _make_seen_program(first: RankStart) -> Entrypoint:

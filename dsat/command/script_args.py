@@ -93,9 +93,9 @@ def rewrite(
             _set(result, flag, value, add=add)
         else:
             raise UserInputError(
-                f"{flag} cannot be given {key}, which is no single value: {value!r}",
+                f"{flag} cannot follow {key}, which is not a single value: {value!r}",
                 where="arg_mappings",
-                hint=f"Map a setting below {key} instead.",
+                hint=f"Map a setting inside {key} instead.",
             )
     return tuple(result)
 
@@ -213,10 +213,10 @@ def check_mappings(
         # A switch that is off is not among the arguments.
         if found is None and not is_known and setting != CHECKPOINTING:
             raise UserInputError(
-                f"maps {setting} to {flag}, which the training script does not get",
+                f"maps {setting} to {flag}, which is not in the training script's arguments",
                 where=where,
                 hint=did_you_mean(flag, given.values())
-                + f"Add {flag} to its arguments, or correct the mapping.",
+                + f"Add {flag} to the arguments, or correct the mapping.",
             )
         spelled[setting] = found or flag
     return spelled

@@ -31,22 +31,22 @@ VARIABLE, ARGUMENT = "ENV:", "TrainingArguments."  # prefixes of names of switch
 _TOKENS = "tokens_per_second"
 
 # Warnings of trials that replaced values that the script's code passes to a framework.
-OTHER_BATCH = "the script's TrainingArguments set other batch sizes, which trials replace"
+OTHER_BATCH = "the script's TrainingArguments set batch sizes, which trials replace"
 OTHER_CONFIG = (
-    "the script's own code gives the DeepSpeed configuration (to TrainingArguments or "
+    "the script's code passes a DeepSpeed configuration (to TrainingArguments or "
     "DeepSpeedPlugin), which trials replace"
 )
-OTHER_PARALLELISM = "the script's own ParallelismConfig has another sp_size, which trials replace"
+OTHER_PARALLELISM = "the script's ParallelismConfig sets sp_size, which trials replace"
 OTHER_ACCUMULATION = (
-    "the script's Trainer of Lightning has another accumulate_grad_batches, which trials replace"
+    "the script's Lightning Trainer sets accumulate_grad_batches, which trials replace"
 )
 # By warning: code that the verdict recommends for the script; `{0}` is the best `BatchTriple`.
 OF_CODE = {
     OTHER_BATCH: "TrainingArguments(per_device_train_batch_size={0.micro_batch}, "
     "gradient_accumulation_steps={0.gas})",
-    OTHER_CONFIG: "best_ds_config.json in place of the configuration in its code",
-    OTHER_ACCUMULATION: "lightning.Trainer(accumulate_grad_batches={0.gas}), with "
-    "best_ds_config.json but for its gradient_accumulation_steps in DeepSpeedStrategy(config=...)",
+    OTHER_CONFIG: "best_ds_config.json instead of the configuration in its code",
+    OTHER_ACCUMULATION: "lightning.Trainer(accumulate_grad_batches={0.gas}), and "
+    "DeepSpeedStrategy(config=...) with best_ds_config.json, minus gradient_accumulation_steps",
     OTHER_PARALLELISM: "ParallelismConfig(sp_size={0.parallelism.sequence})",
 }
 
@@ -82,10 +82,10 @@ def _variable(reason: str, *values: str) -> Switch:
     return Switch(reason, values, field=False, on_request=True, on_device=True)
 
 
-_PACKING = "no computation is spent on padding; samples are other ones, so losses change"
+_PACKING = "saves the computation for padding; samples differ, so losses change"
 SWITCHES: Mapping[str, Switch] = {
     CHECKPOINTING: Switch(
-        "activations are computed again in the backward pass, not kept",
+        "recomputes activations in the backward pass instead of storing them",
         code="model.gradient_checkpointing_enable()",
         memory=True,
     ),
@@ -96,12 +96,10 @@ SWITCHES: Mapping[str, Switch] = {
         "from_pretrained",
         memory=True,
     ),
-    WORKERS: Switch("worker processes load data beside the training"),
-    "dataloader_pin_memory": Switch(
-        "batches in pinned memory are copied to the device faster", (True,), on_device=True
-    ),
+    WORKERS: Switch("worker processes load data during the training"),
+    "dataloader_pin_memory": Switch("copies batches to the device faster", (True,), on_device=True),
     "dataloader_persistent_workers": Switch(
-        "workers of the data loader stay from epoch to epoch", (True,), on_request=True
+        "keeps data loader workers from epoch to epoch", (True,), on_request=True
     ),
     "optim": Switch("one kernel updates many parameters", ("adamw_torch_fused", "adamw_torch")),
     COMPILE: Switch(
@@ -111,14 +109,14 @@ SWITCHES: Mapping[str, Switch] = {
         on_device=True,
     ),
     LIGER: Switch(
-        "fused kernels of Liger, which do not keep the logits",
+        "uses fused kernels of Liger, which do not store the logits",
         (True,),
         code="liger_kernel.transformers._apply_liger_kernel_to_instance(model=model)",
         on_device=True,
         memory=True,
     ),
     BIND_CORES: Switch(
-        "each rank's optimizer has its own cores, near its memory",
+        "gives each rank's optimizer its own cores, near its memory",
         (True,),
         field=False,
         on_device=True,
@@ -240,8 +238,8 @@ def checkpointing(value: str) -> dict[str, Any]:
         return {"use_reentrant": True}
     if value == OFFLOADED:
         return {"offload": True}
-    ways = f"{REENTRANT}, {OFFLOADED} nor {EVERY_SECOND}"
-    raise ValueError(f"{value!r} is neither true, false, {ways}")
+    ways = f"true, false, {REENTRANT}, {OFFLOADED} or {EVERY_SECOND}"
+    raise ValueError(f"{value!r} must be {ways}")
 
 
 def parse(text: Any) -> tuple[str, tuple[Any, ...]]:

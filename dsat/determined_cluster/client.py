@@ -25,7 +25,7 @@ from dsat.determined_cluster.result import RESULT_MARK
 from dsat.errors import UserInputError
 
 FIRST_WITHOUT = (0, 38)
-LOCAL = "With --engine local dsat tunes on this machine's own accelerators."
+LOCAL = "With --engine local, dsat tunes on this machine's own accelerators."
 _INTERVAL_S = 2.0
 _LATE = 2  # further requests after the end, since the last lines may arrive late
 
@@ -33,7 +33,7 @@ _LATE = 2  # further requests after the end, since the last lines may arrive lat
 def check_installed(master: str) -> None:
     """Raise UserInputError unless a version of determined with custom searches is installed."""
     if importlib.util.find_spec("determined") is None:
-        problem = "determined is not installed, and tuning on a cluster needs it"
+        problem = "determined is not installed, but tuning on a cluster needs it"
     elif importlib.util.find_spec("determined.searcher") is None:
         problem = "the installed determined has no custom searchers (0.28 to 0.37 have)"
     else:

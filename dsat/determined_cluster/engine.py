@@ -114,7 +114,7 @@ class ClusterEngine:
             return outcome
         return Outcome(
             OutcomeKind.INVALID,
-            message=f"it ran on {device}, earlier trials on {first}, and these cannot be compared. "
-            "Name a pool of one kind of device in resources.resource_pool",
+            message=f"it ran on {device}, but earlier trials ran on {first}, so they cannot be "
+            "compared. In resources.resource_pool, name a pool with one kind of device",
             duration_s=outcome.duration_s,
         )

@@ -225,13 +225,13 @@ class Runner:
         """End because the runner's experiment is paused, canceled or killed, or has to move."""
         state = self._master.state(self._runner_id)
         if state == "PAUSED":
-            say("paused: running trials continue, and no others start before you resume")
+            say("paused: running trials continue, but no others start before you resume")
             self._search.tuner.pause()
             self._save()
         elif not is_ending(state):
             say("preempted: running trials continue, and the search runner is restarted")
         else:
-            say(f"canceled, and with it experiment {self.experiment_id}")
+            say(f"canceled, together with experiment {self.experiment_id}")
             self._master.kill(self.experiment_id)
             self._print_result(canceled=True)
 
@@ -252,7 +252,9 @@ class Runner:
             try:
                 self._master.kill(self.experiment_id)
             except errors.APIException as refused:
-                say(f"experiment {self.experiment_id} is not ended: {describe_error(refused)}")
+                say(
+                    f"experiment {self.experiment_id} could not be ended: {describe_error(refused)}"
+                )
         self._complete(refusal)
 
     def _complete(self, refusal: str | None = None) -> None:
@@ -328,7 +330,7 @@ def run_job(job: Job, folder: Path) -> None:
                 runner.leave()
             except errors.BadRequestException as error:
                 if is_unreachable(error) or not isinstance(error, errors.APIException):
-                    say(f"the search runner fails, and may be restarted: {describe_error(error)}")
+                    say(f"the search runner failed, and may be restarted: {describe_error(error)}")
                     raise  # a restarted runner gets a new token, and may reach the master
                 runner.give_up(error)
             return

@@ -36,9 +36,9 @@ def choose(engine: str, *, fits: bool) -> Choice:
     if configured is None:
         return Choice(None, "no Determined master is configured")
     if not fits:
-        hint = "name one and its folder to tune there"
+        hint = "to tune there, name such a file and its folder"
         return Choice(
-            None, f"{configured.reason}, but a cluster runs experiment files only: {hint}"
+            None, f"{configured.reason}, but a cluster runs only experiment files: {hint}"
         )
     return configured
 

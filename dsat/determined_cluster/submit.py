@@ -111,8 +111,8 @@ class Submitted:
         best = self.result.get("best")
         if best is None:
             why = self.result.get("stop_reason") or "no configuration was measured"
-            return f"the search on the cluster found nothing: {why}"
-        return f"the search on the cluster was ended early; best so far {best['name']}"
+            return f"the search on the cluster measured nothing: {why}"
+        return f"the search on the cluster ended early; best so far {best['name']}"
 
     def to_json(self) -> dict[str, Any]:
         where = {"experiment_id": self.experiment_id, "url": self.url, "state": self.state}
@@ -131,7 +131,7 @@ def select_place(settings: Settings) -> Choice:
         _log.info("tuning on this machine (%s)", found.reason)
     if found.master is None:
         return found
-    hint = f"Use --engine local; else trials run on {found.master} ({found.reason})."
+    hint = f"Use --engine local, because trials would run on {found.master} ({found.reason})."
     for name in local_only:
         where = "a command" if name == "command" else settings.name_of(name)
         raise UserInputError("works on this machine only", where=where, hint=hint)
@@ -145,7 +145,7 @@ def select_place(settings: Settings) -> Choice:
         for switch in getattr(settings, name):
             if is_switch(switch) and not is_set_by_script(switch):
                 raise UserInputError(
-                    f"{switch} cannot be set from inside a script, as trials on a cluster do it",
+                    f"{switch} cannot be set by a script, as trials on a cluster need",
                     where=settings.name_of(name),
                     hint=hint,
                 )
@@ -180,7 +180,7 @@ def follow(experiment_id: int) -> Submitted:
         config = master.submitted_config(experiment_id)
     if job.RUNNER_MODULE not in str(config.get("entrypoint")):
         raise UserInputError(
-            f"experiment {experiment_id} is no search of dsat", where=master.address
+            f"experiment {experiment_id} is not a search of dsat", where=master.address
         )
     name = str(config.get("name", "")).removeprefix(job.RUNNER_NAME)
     return _follow(master, Submitted(experiment_id, master.url(experiment_id)), name)
@@ -192,7 +192,7 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
     try:
         state, found = clients.follow(master, number, _log.info)
     except UserInputError:
-        _log.info("no longer followed: the search continues")
+        _log.info("dsat no longer follows the search, which continues")
         _log_how_to_follow(master, number)
         raise
     except KeyboardInterrupt:
@@ -207,7 +207,7 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
     if not found.get("over"):
         left_over = clients.end_search_of(master, number)
         if left_over is not None:
-            _log.info("ended the trials of the search, experiment %d, too", left_over)
+            _log.info("also ended the trials of the search, experiment %d", left_over)
     run_dir = _bring_results(master, number, found.pop("events", []), name)
     return replace(submitted, state=state, result=found, run_dir=run_dir)
 
@@ -223,7 +223,7 @@ def _bring_results(
             return _write_run(result.restore_events(events, Job.from_json(json.loads(text))), name)
     # The search has ended anyway. Another version of dsat may have written the job.
     except (DsatError, OSError, ValueError, KeyError) as error:
-        _log.warning("the results are not written here: %s", error)
+        _log.warning("the results could not be written to this machine: %s", error)
     try:
         _log_checkpoint(master, number)
     except UserInputError as error:
@@ -237,7 +237,7 @@ def _log_checkpoint(master: Master, number: int) -> None:
         uuid = master.newest_checkpoint(number)
     if uuid is not None:
         det = f"det -m {master.address} checkpoint download {uuid}"
-        _log.info("Its newest checkpoint has the best configuration so far: %s", det)
+        _log.info("To get the best configuration so far: %s", det)
 
 
 def _write_run(events: Sequence[Mapping[str, Any]], name: str) -> Path:
@@ -316,7 +316,7 @@ def _check_mappings(settings: Settings) -> None:
             raise UserInputError(
                 f"trials on a cluster cannot set {flag}",
                 where=f"{settings.name_of('arg_mappings')}.{setting}",
-                hint="Leave it out, or use --engine local.",
+                hint="Remove it, or use --engine local.",
             )
 
 
@@ -341,16 +341,16 @@ def _check_full_run(experiment: experiments.Experiment) -> None:
         raise UserInputError(
             f"is {name!r}, which makes many trials",
             where=f"{experiment.path}: searcher.name",
-            hint="Make it single. --run-full-experiment trains by it.",
+            hint="Set it to single, which --run-full-experiment needs.",
         )
 
 
 def _log_how_to_follow(master: Master, number: int) -> None:
     det = f"det -m {master.address}"
-    _log.info("Follow it: dsat watch %d, or %s", number, master.url(number))
-    _log.info("End it, and its trials: %s experiment cancel %d", det, number)
+    _log.info("To follow the search: dsat watch %d, or %s", number, master.url(number))
+    _log.info("To end the search and its trials: %s experiment cancel %d", det, number)
     _log.info(
-        "Its result: a folder in dsat_runs, which dsat watch writes here at the end; and files "
-        "in the latest checkpoint of experiment %d",
+        "The result will be in the latest checkpoint of experiment %d. dsat watch also writes it "
+        "to a folder in dsat_runs",
         number,
     )

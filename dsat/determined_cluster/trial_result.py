@@ -32,7 +32,7 @@ def from_metric(metric: Any) -> Outcome:
         return Outcome.from_json(found)
     return Outcome(
         OutcomeKind.INVALID,
-        message=f"the script reported its own searcher metric, {_shown(metric)}, and dsat measured "
+        message=f"the script reported its own searcher metric, {_shown(metric)}, but dsat measured "
         f"nothing. {_SCRIPT}",
     )
 
@@ -62,7 +62,7 @@ def _outcome_of_lines(lines: Sequence[str], plain: Sequence[str], *, failed: boo
     if failed:
         kind = failures.classify_text(text)
         if kind.is_out_of_memory:
-            return Outcome(kind, message="out of memory, by its log", detail=tail)
+            return Outcome(kind, message="out of memory, according to its log", detail=tail)
         if any(mark in text for mark in _KILLED):
             return Outcome(
                 OutcomeKind.HOST_OOM,
@@ -102,9 +102,9 @@ def _with_advice(outcome: Outcome, text: str) -> Outcome:
         return outcome
     return replace(
         outcome,
-        message="the port at which its ranks meet is taken on their host (EADDRINUSE). With host "
-        "networking the launchers of two trials on one host take the same one: run one trial at a "
-        "time (--max-concurrent-trials 1), or give a trial all slots of a host",
+        message="another program uses the port of the ranks (EADDRINUSE). With host networking, "
+        "two trials on one host use the same port. Run one trial at a time "
+        "(--max-concurrent-trials 1), or give each trial all slots of a host",
     )
 
 

@@ -57,7 +57,7 @@ def collect_files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]
             raise UserInputError(
                 f"{target.parts[0]} would hide the package dsat in the trials",
                 where=str(model_dir),
-                hint="Rename it, or leave it out with a .detignore.",
+                hint="Rename it, or exclude it with a .detignore.",
             )
     return {t: source for t, source in found.items() if _OURS not in source.parents}
 
@@ -73,10 +73,10 @@ def check_size(found: Files, script: Path = Path(), limit_bytes: int = LIMIT_BYT
     if total > limit_bytes:
         largest = ", ".join(f"{name} ({fmt.memory(n)})" for name, n in sizes.most_common(_SHOWN))
         raise UserInputError(
-            f"the model folder and the includes have {fmt.memory(total)}, and a Determined master "
-            f"takes {fmt.memory(limit_bytes)}. The largest files: {largest}",
+            f"the upload has {fmt.memory(total)}, but a Determined master accepts at most "
+            f"{fmt.memory(limit_bytes)}. The largest files: {largest}",
             where="context",
-            hint="Name what trials do not need in a .detignore beside the script.",
+            hint="Exclude files that trials do not need with a .detignore beside the script.",
         )
     return total
 
@@ -95,14 +95,14 @@ def check_script(found: Files, where: Path, program: Entrypoint) -> None:
         "the code uses determined.pytorch.dsat" if ancestor else "nothing in the code uses dsat"
     )
     hint = (
-        "On a cluster the script must `import dsat`"
-        + (" in its place" if ancestor else "")
+        "On a cluster, the script must `import dsat`"
+        + (" instead" if ancestor else "")
         + " and pass dsat.get_ds_config_from_hparams(hparams) to deepspeed.initialize, or use "
-        "dsat.get_hf_args_with_overwrites. With --engine local it need not."
+        "dsat.get_hf_args_with_overwrites. With --engine local, this is not needed."
     )
     if ancestor or (_sources(program) & found.keys() and None not in imported):
         raise UserInputError(problem, where=str(where), hint=hint)
-    _log.warning("%s: %s, as far as it can be read here. %s", where, problem, hint)
+    _log.warning("%s: %s, though some of it could not be read. %s", where, problem, hint)
 
 
 def _sources(program: Entrypoint) -> set[Path]:

@@ -99,7 +99,7 @@ class LocalEngine:
         if self._retries.method is not StartMethod.COMMAND:
             return ""
         reason = self._builder.program.needs_command
-        return reason or f"started by dsat, they failed with {self._retries.failure}"
+        return reason or f"when dsat started them, they failed with {self._retries.failure}"
 
     def launch(self, trial: Trial) -> None:
         if self._own is not None and self._own.is_of(trial):

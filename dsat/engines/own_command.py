@@ -188,8 +188,10 @@ class OwnCommand:
                 "(--trial-timeout)"
             )
             if ranks:
-                problem += f" in all of its ranks, but in {len(ranks)} of {ranks[0].size}"
-                problem += f". Are the others on another node? {ONE_NODE.rstrip('.')}"
+                problem += (
+                    f": only {len(ranks)} of {ranks[0].size} ranks did. If the others run on "
+                )
+                problem += f"another node: {ONE_NODE.rstrip('.')}"
         elif trial_result.status_of(self.running):
             message = next(filter(trial_result.ERROR.match, reversed(log.splitlines())), "")
             if not message and report is not None:
@@ -200,9 +202,9 @@ class OwnCommand:
             problem += f": {message.rstrip('.')}" if message else ""
         else:
             problem = (
-                "your command ended without a call of deepspeed.initialize. Name a DeepSpeed "
-                "configuration in its arguments or its file; do not start the training in the "
-                "background (&), nor clear PYTHONPATH, by which dsat sees its Python processes"
+                "your command ended without a call of deepspeed.initialize. Set a DeepSpeed "
+                "configuration in its arguments or its file. Do not start the training in the "
+                "background (&), and do not clear PYTHONPATH, which dsat needs to see the training"
             )
         kept = Path(tempfile.mkdtemp(prefix="dsat-"))
         for name in log_files(0):
@@ -217,7 +219,7 @@ class OwnCommand:
         if path.exists():
             nodes = json.loads(path.read_text())["nodes"]
             raise UserInputError(
-                f"starts a training on {nodes} nodes, and trials run on this machine",
+                f"starts a training on {nodes} nodes, but trials run on this machine",
                 where="command",
                 hint=ONE_NODE,
             )
@@ -245,10 +247,10 @@ class OwnCommand:
                 ):
                     command = shlex.join(process.cmdline()[:3])
                     raise UserInputError(
-                        f"replaces PYTHONPATH for `{command}`: dsat could neither measure that "
+                        f"replaces PYTHONPATH for `{command}`, so dsat can neither measure that "
                         "training nor protect your files",
                         where="command",
-                        hint="Keep its entries, as in export PYTHONPATH=src:$PYTHONPATH.",
+                        hint="Keep the old entries, as in export PYTHONPATH=src:$PYTHONPATH.",
                     )
 
     def _read(self) -> list[RankStart]:

@@ -12,20 +12,19 @@ from dsat.engines.start import FULL_RUN_ID, StartMethod
 from dsat.values.outcome import Outcome, OutcomeKind
 
 FRESH_PROCESSES_ONLY = (
-    "the script runs in fresh processes only, as with --no-fork: every trial starts slowly"
+    "trials start slowly, because the script works only in fresh processes, as with --no-fork"
 )
 COMMAND_AGAIN = (
-    "each trial runs your command again: its ranks cannot be started by themselves (they failed "
-    "before deepspeed.initialize, where your command did not)"
+    "trials start slowly, because each runs your whole command: ranks that dsat started failed "
+    "before deepspeed.initialize"
 )
 NO_SEGMENTS = (
-    "your script's memory pools refuse expandable segments of torch's allocator, which trials use "
-    "by default: they run without, as with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
+    "trials run with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False, because your script's "
+    "memory pools refuse expandable segments"
 )
-AGAIN_ALONE = "it failed, and was run again alone"
+AGAIN_ALONE = "the first attempt failed, so the trial ran again alone"
 FIXED_PORT = (
-    "trials now run one at a time: the script seems to use the same port each time, which only one "
-    "trial can have"
+    "trials now run one at a time, because the script seems to use the same port in each of them"
 )
 _FIXED_AFTER = 2  # trials that failed beside others because a port was taken, but ran alone
 _WARNINGS = {StartMethod.FRESH: FRESH_PROCESSES_ONLY, StartMethod.COMMAND: COMMAND_AGAIN}
@@ -65,7 +64,7 @@ class RetryReason(enum.Enum):
     """Reasons to run a failed trial again; the values are log messages that say how it runs."""
 
     LOST = "it runs again elsewhere"  # a host was lost, or something else killed a rank
-    METHOD = "it runs again alone, its ranks started otherwise"
+    METHOD = "it runs again alone, and its ranks start in another way"
     SEGMENTS = "it runs again alone, without expandable segments of torch's allocator"
     ALONE = "it runs again alone"  # other trials ran, a device failed, or a port was taken
 

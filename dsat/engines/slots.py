@@ -85,7 +85,7 @@ class Slots:
         self.lost[host] = reason
         self._free[host] = set()
         name = self._hosts[host].name
-        self._new_losses.append(f"host {name} is not used any more: {reason}" if name else reason)
+        self._new_losses.append(f"host {name} is no longer used: {reason}" if name else reason)
         return self._new_losses[-1]
 
     def pop_losses(self) -> list[str]:
@@ -102,9 +102,9 @@ class Slots:
         reasons = [f"host {self._hosts[host].name}: {why}" for host, why in self.lost.items()]
         left = len(self._hosts) - len(self.lost)
         raise EngineError(
-            f"a trial needs {fmt.count(self.needed, 'device')}, and {left * self._per_host} of "
-            f"{self._per_host * len(self._hosts)} still work ({'; '.join(reasons)}). Continue with "
-            "--resume once they do."
+            f"a trial needs {fmt.count(self.needed, 'device')}, but only "
+            f"{left * self._per_host} of {self._per_host * len(self._hosts)} still work "
+            f"({'; '.join(reasons)}). Repair them, then continue with --resume."
         )
 
 

@@ -122,16 +122,16 @@ class Supervisors:
             name, (its_shared, *its_own) = self._hosts[host].name, answer["digests"]
             if its_shared != shared:
                 raise EngineError(
-                    f"host {name} does not share the run's folder {self._folder} with this one: "
-                    "put it on a file system that all hosts have (--run-dir)"
+                    f"host {name} does not see the run's folder {self._folder}. Use a folder on a "
+                    "file system that all hosts share (--run-dir)"
                 )
             if not answer["is_folder"]:
                 raise EngineError(f"host {name} has no folder {folder}")
             for file, one, other in zip(files, own, its_own, strict=True):
                 if one != other:
-                    has = f"another {file} than this machine" if other else f"no {file}"
+                    has = f"a different {file} than this machine" if other else f"no {file}"
                     raise EngineError(
-                        f"host {name} has {has}: put it on a file system that all hosts have"
+                        f"host {name} has {has}. Put it on a file system that all hosts share"
                     )
 
     def warm_up(self, modules: Sequence[str] = ()) -> str:

@@ -55,7 +55,9 @@ class Advice:
     def __str__(self) -> str:
         size, needed = fmt.memory(self.memory_bytes), fmt.memory(self.needed)
         if not self.card:
-            return f"{size}: {self.strategy.label} ({needed}), first in the usual order"
+            return (
+                f"{size}: {self.strategy.label} ({needed}), the first to try; its speed is unknown"
+            )
         text = f"{size} ({self.card}): {self.strategy.label} ({needed})"
         if self.other is None:
             return text

@@ -48,7 +48,7 @@ class Edge:
 
 def describe(missing_bytes: int, saved_bytes: int) -> str:
     """Return a phrase with the missing memory and the saving by activation checkpointing."""
-    text = f"does not fit by {fmt.memory(missing_bytes)}"
+    text = f"lacks {fmt.memory(missing_bytes)} per GPU"
     if not saved_bytes:
         return text
     return f"{text}; activation checkpointing would save {fmt.memory(saved_bytes)}"

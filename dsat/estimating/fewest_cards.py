@@ -112,5 +112,5 @@ def table(choices: Sequence[Choice]) -> list[str]:
     ]
     if not rows:
         most = f"{_MOST} GPUs of {fmt.memory(SIZES[-1])}"
-        return [f"It fits no number of GPUs that divides your batch evenly, up to {most}."]
+        return [f"No number of GPUs that divides your batch evenly is enough, up to {most}."]
     return Table(heads, rows, numbers=[*heads[:2], *heads[3:]]).markdown()

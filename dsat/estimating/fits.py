@@ -81,8 +81,8 @@ class Fit:
         text = [
             f"{self.name} {'fits' if self.fits else 'does not fit'} {self.slots} x "
             f"{_size(self.card_bytes)}: {self.strategy.label} with {with_what} needs "
-            f"{fmt.memory(self.needed_bytes)} of each, and 5 % of that to spare. The CUDA context "
-            "and NCCL need memory on top.",
+            f"{fmt.memory(self.needed_bytes)} per GPU, plus 5 % to spare. The CUDA context and "
+            "NCCL need additional memory.",
             *self._host(),
         ]
         lacking = edges.missing(self.needed_bytes, self.card_bytes)
@@ -166,7 +166,7 @@ def _devices(settings: EstimateSettings) -> EstimateSettings:
     if host_memory is None:
         host_memory = settings.host_memory
     elif settings.host_memory not in (None, host_memory):
-        raise UserInputError("gives the host other memory than --fits", where="--host-memory")
+        raise UserInputError("contradicts the host memory in --fits", where="--host-memory")
     return replace(
         settings,
         fits=None,
@@ -236,10 +236,10 @@ def _candidates(model: SimulatedModel, devices: EstimateSettings) -> Iterator[_C
         table = LineByLine(replace(model, config=config), devices, switches)
         for strategy in table.fastest_first():
             if strategy.offloads is offloads:
-                note = f"by formula {strategy.label}{with_what} fits; simulating it"
+                note = f"simulating {strategy.label}{with_what}, which fits by formula"
                 yield _Candidate(with_strategy(config, strategy, slots), added, note)
     nearest = min(table.lines(), key=lambda line: _lacking(line, devices)).strategy
-    note = f"simulating {nearest.label}, which lacks least by formula"
+    note = f"simulating {nearest.label}, which lacks the least memory by formula"
     if not nearest.offloads:
         added = tuple(each for each in added if each != _UNPINNED)
     yield _Candidate(with_strategy(config, nearest, slots), added, note)
@@ -271,7 +271,7 @@ def _ways_out(model: SimulatedModel, devices: EstimateSettings) -> tuple[str, ..
     if any(s.strategy.offloads and edges.missing(s.needed, card_bytes) <= 0 for s in of_stage_3):
         ways.append('offloading to NVMe ("device": "nvme" in --ds-config)')
     if devices.lora is None:
-        ways.append("adapters alone (--lora r=16,target=all-linear)")
+        ways.append("training only adapters (--lora r=16,target=all-linear)")
     return tuple(ways)
 
 

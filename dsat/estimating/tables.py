@@ -16,7 +16,7 @@ from dsat.estimating.fewest_cards import Choice
 from dsat.estimating.line import Line
 from dsat.estimating.options import EstimateSettings
 from dsat.memory import closed_form, host
-from dsat.memory.estimate import SIMULATED, MemoryEstimate
+from dsat.memory.estimate import METHODS, SIMULATED, MemoryEstimate
 from dsat.memory.facts import ModelFacts
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, fits_host
 from dsat.memory.strategies import compared, with_strategy
@@ -81,11 +81,11 @@ class Estimate:
             text += _table([line for line in lines if line.slots == slots]).markdown()
             text += _advice([each for each in self.advice if each.slots == slots])
             text += [f"- {each}" for each in self.edges if each.slots == slots]
-        sources = " and ".join(dict.fromkeys(line.estimate.source for line in lines))
+        methods = " and ".join(dict.fromkeys(METHODS[line.estimate.source] for line in lines))
         text += [
             "",
-            f"Source: {sources}. Largest micro batches leave 5 % free. The CUDA context and NCCL "
-            "need memory on top. The host has up to 8 GPUs; its memory is for all their ranks.",
+            f"Predicted by {methods}. Largest micro batches leave 5 % free. The CUDA context and "
+            "NCCL need additional memory. Host memory is for all ranks of a host of up to 8 GPUs.",
             *_pinning(lines),
             *_failures(lines),
             "",
@@ -106,7 +106,7 @@ class LineByLine:
     ) -> None:
         self._model, self._settings = model, settings
         self._length = model.simulator.script.sequence_length
-        with slow.logged(_log, "running the model without memory", hint=_FASTER):
+        with slow.logged(_log, "simulating the model", hint=_FASTER):
             self._facts = model.simulator.facts(model.config, switches)
         self._strategies = compared(model.config)
         self._asked = [

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     Shape = tuple[int, ...]
 
 _ASSUMED_FULL = (
-    "throughput assumes that every micro batch is full, so make sure that the data loader takes "
-    "its batch size from the DeepSpeed configuration"
+    "Throughput then assumes full micro batches. Make sure that the data loader takes its batch "
+    "size from the DeepSpeed configuration"
 )
 UNCOUNTED = (
-    "the samples that the script feeds cannot be counted, because no tensor has the micro batch as "
-    f"its first or second dimension (its loader packs, or counts tokens): {_ASSUMED_FULL}"
+    "the samples that the script feeds cannot be counted: no tensor has the micro batch as its "
+    f"first or second dimension (packed sequences, or batches by tokens). {_ASSUMED_FULL}"
 )
 UNSEEN = (
-    "the samples that the script feeds cannot be counted, because it calls neither the engine nor "
-    f"its model (but parts of it, perhaps): {_ASSUMED_FULL}"
+    "the samples that the script feeds cannot be counted: it calls neither the engine nor the "
+    f"whole model, but perhaps parts of the model. {_ASSUMED_FULL}"
 )
 OF_ITS_OWN = (
     "the script feeds {samples} whatever train_micro_batch_size_per_gpu is ({micro_batch} "
@@ -42,9 +42,9 @@ _ADVICE = "take the batch size from engine.train_micro_batch_size_per_gpu()"
 _ADVICE_WITH_FLAG = f"{_ADVICE}, or add --arg-mapping train_micro_batch_size_per_gpu={{flag}}"
 OWN_ACCUMULATION = (
     "each optimizer step of the script takes {k} times as many micro batches as "
-    "gradient_accumulation_steps, so the global batch is {k} times train_batch_size. To have "
-    "accumulation tuned, {advice}. Leave it if these are parts of one batch (real and generated "
-    "samples, say)"
+    "gradient_accumulation_steps, so the global batch is {k} times train_batch_size. To let dsat "
+    "tune accumulation, {advice}. Change nothing if they are parts of one batch, such as real and "
+    "generated samples"
 )
 STEP_ALWAYS = (
     "set gradient_accumulation_steps to their number, call engine.step() after every micro batch, "

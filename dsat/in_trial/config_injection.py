@@ -20,9 +20,9 @@ from dsat.in_trial.adapters.trial import TRIAL
 _BY_ARGUMENT = ("config", "config_params")
 _BY_ATTRIBUTE = "deepspeed_config"
 SEVERAL_ENGINES = (
-    "the script trains several engines: throughput and latency are those of the whole loop, "
-    "all other figures those of the engine that trains first. Another engine with a configuration "
-    "of its own keeps it, stage included, and takes over the batch sizes if its own are the same"
+    "the script trains several engines. Throughput and latency cover the whole training loop, and "
+    "all other figures only the first engine. An engine with a different configuration keeps it; "
+    "only its batch sizes follow the trial, if they equal those of the first engine"
 )
 
 

@@ -12,10 +12,10 @@ from dsat.values.format import count
 from dsat.values.parallelism import SEQUENCE_SIZE, TENSOR_SIZE
 
 ULYSSES = (
-    "A script takes it from the DeepSpeed configuration: UlyssesSPAttentionHF."
-    f'register_with_transformers(..., sequence_parallel_size=config.get("{SEQUENCE_SIZE}", 1)), '
-    "whose result is passed as mpu, and UlyssesSPDataLoaderAdapter around its data loader; the "
-    "Trainer (accelerate 1.12 or newer) needs position_ids in its batches only"
+    "The script must take it from the DeepSpeed configuration: pass UlyssesSPAttentionHF."
+    f'register_with_transformers(..., sequence_parallel_size=config.get("{SEQUENCE_SIZE}", 1)) '
+    "as mpu, and wrap the data loader in UlyssesSPDataLoaderAdapter. A Trainer (accelerate 1.12 or "
+    "newer) only needs position_ids in its batches"
 )
 
 
@@ -29,8 +29,8 @@ def check_arguments(arguments: Mapping[str, Any], slots: int) -> None:
     _, ranks = rank_and_size()
     if slots and ranks != slots:
         raise InvalidTrial(
-            f"{count(ranks, 'rank')} on {count(slots, 'device')}: let the entrypoint start a rank "
-            "for each device, or give a trial as many devices as it starts ranks "
+            f"the script runs {count(ranks, 'rank')} on {count(slots, 'device')}. Start one rank "
+            "for each device, or set the devices of a trial to the number of ranks "
             "(resources.slots_per_trial, --devices)"
         )
     if any(cls.__name__ == "PipelineModule" for cls in type(arguments.get("model")).__mro__):
@@ -41,8 +41,8 @@ def check_arguments(arguments: Mapping[str, Any], slots: int) -> None:
     mpu: Any = arguments.get("mpu")
     if hasattr(mpu, "get_data_parallel_world_size") and mpu.get_data_parallel_world_size() < ranks:
         raise InvalidTrial(
-            "the script passes an mpu of its own to deepspeed.initialize, whose ranks share "
-            "samples. dsat tunes DeepSpeed's own parallelism: tensor_parallel.autotp_size in the "
+            "the script passes its own mpu to deepspeed.initialize, so that ranks share samples. "
+            "dsat tunes only DeepSpeed's own parallelism: tensor_parallel.autotp_size in the "
             "DeepSpeed configuration (AutoTP), and Ulysses sequence parallelism"
         )
 
@@ -66,7 +66,7 @@ def check_engine(engine: Any, spec: MeterSpec) -> None:
     if own.tensor != wanted.tensor:
         raise InvalidTrial(
             f"{TENSOR_SIZE} is {own.tensor} in the script's engine, not {wanted.tensor}. "
-            "Leave it to the DeepSpeed configuration, and call no deepspeed.tp_model_init"
+            "Set it only in the DeepSpeed configuration, and do not call deepspeed.tp_model_init"
         )
     if own.sequence != wanted.sequence:
         raise InvalidTrial(

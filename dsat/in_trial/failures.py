@@ -64,19 +64,20 @@ _FOR_WANT_OF_MEMORY = (
 )
 _FREE_FRACTION = 0.03  # a device with a smaller fraction of free memory counts as full
 
-INSIDE_DSAT = "an error inside dsat, not of your script"
+INSIDE_DSAT = "an error in dsat, not in your script"
 # Errors of earlier work on a device or of another rank, which surface at any later wait; or a port
 # that another program uses.
 _FROM_ELSEWHERE = ("cuda error", "hip error", "nccl", "gloo", "address already in use")
 # Kinds with a sufficient message; a traceback would only lead into dsat.
 _SELF_EXPLANATORY = (OutcomeKind.INVALID, OutcomeKind.DIVERGED)
 # Advice on errors, by patterns of their messages (`_ADVICE`).
-_SAME_FOLDER = "All trials run in the same folder: let the script accept what an earlier one made"
+_SAME_FOLDER = "All trials run in the same folder, so let the script accept files of earlier trials"
 # As a Trainer computes them (transformers/integrations/deepspeed.py, `trainer_config_finalize`).
 _AUTO = (
-    'Only a Trainer replaces "auto", by a model\'s hidden_size: reduce_bucket_size is its square, '
-    "stage3_prefetch_bucket_size 0.9 of that, stage3_param_persistence_threshold 10 x hidden_size. "
-    "Write these numbers, or leave the settings out for DeepSpeed's defaults"
+    'Only a Trainer replaces "auto", and only for a model with hidden_size. Remove these settings '
+    "for DeepSpeed's defaults, or write numbers: hidden_size squared for reduce_bucket_size, 0.9 "
+    "of that for stage3_prefetch_bucket_size, and 10 x hidden_size for "
+    "stage3_param_persistence_threshold"
 )
 _ADVICE = {
     "has neither `hidden_size` nor": _AUTO,
@@ -149,7 +150,7 @@ def message(error: BaseException) -> str:
     said = f"{said.rstrip('.')}. {advice}" if advice else said
     missing = error.filename if isinstance(error, FileNotFoundError) else None
     if isinstance(missing, (str, bytes)) and Path(os.fsdecode(missing)).resolve() in unwritten:
-        said += ". dsat did not write it: models are not saved in trials"
+        said += ". Trials save no models, so dsat did not write this file"
     return f"{INSIDE_DSAT}: {said}" if _is_of_dsat(error) else said
 
 

@@ -24,8 +24,8 @@ _LOST_STEPS = 3  # consecutive steps without a finite loss that end the trial
 _DIGITS = 9  # decimal digits that distinguish neighbouring float32 values
 
 _WHAT_TO_DO = (
-    "Lower the learning rate or lengthen its warm-up, and train in bf16 rather than fp16; if your "
-    "own configuration trains well, what this one changes is to blame"
+    "Lower the learning rate, lengthen its warm-up, or train in bf16 instead of fp16. If your own "
+    "configuration trains well, the cause is a setting of this trial"
 )
 
 

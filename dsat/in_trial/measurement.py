@@ -27,41 +27,40 @@ _WAITS = 0.03  # of a step; if waiting for data takes less, more workers gain no
 CHECK_SKIPPED_EVERY = 5  # skipped steps between two checks of the losses
 
 CONSTANT_ACCUMULATION = (
-    "each optimizer step takes {taken}, as with your own configuration, although "
-    "gradient_accumulation_steps is {gas} instead of {own}: accumulation is a constant of the "
-    "script. Take it from the configuration, or from an option of the script with --arg-mapping "
-    "gradient_accumulation_steps=--FLAG, or keep your micro batch (--min-micro-batch, "
-    "--max-micro-batch)"
+    "the script ignores gradient_accumulation_steps: it is {gas} instead of your {own}, but each "
+    "optimizer step takes {taken} as before. Read it from the configuration, or map it to an "
+    "option of the script (--arg-mapping gradient_accumulation_steps=--FLAG), or keep your micro "
+    "batch (--min-micro-batch, --max-micro-batch)"
 )
 SHORT_BATCHES = (
-    "optimizer steps with too few samples (at the end of an epoch, perhaps) were not measured. "
-    "Give the script more data, or drop_last=True to its data loader"
+    "optimizer steps with too few samples (perhaps at the end of an epoch) were not measured. "
+    "Give the script more data, or set drop_last=True in its data loader"
 )
 COMPILED = (
-    "steps in which torch compiled were not measured, and your training will have more of them. "
-    "Batches of equal shapes avoid them"
+    "steps in which torch compiled were not measured, but your training will have more of them. "
+    "Batches of equal shapes avoid compilation"
 )
 ALWAYS_COMPILES = (
     "torch compiled in every step, so most of the measured time is the compiler's. Give the script "
     "batches of equal shapes, or mark what changes (torch._dynamo.mark_dynamic)"
 )
 EVALUATED = (
-    "optimizer steps with an evaluation before them were not measured: it would count in the "
-    "trials in which it happens to fall among the measured steps, and not in the others"
+    "optimizer steps after an evaluation were not measured, because the evaluation would count in "
+    "some trials and not in others"
 )
 NOT_WARM = (
     "the script ended after {steps}, before its device was warm, so the figures are unreliable. "
-    "Give it more data"
+    "Give the script more data"
 )
 STORE_NOT_USED_UP = (
     "the data loader's workers prepare {batches} batches in advance, too many to use up within "
-    f"{LONGEST_STORE_S:g} s, so the figures may lack the time that training waits for data. Use "
-    "fewer workers or a smaller prefetch_factor to see it"
+    f"{LONGEST_STORE_S:g} s, so the figures may lack the time that training waits for data. To "
+    "measure that time, use fewer workers or a smaller prefetch_factor"
 )
 HOST_ACCIDENTS = (
-    "a few steps took far longer than the others: the figures leave them out as delays by the "
-    "host. For steadier figures, end other programs on the machine. If they are work that your "
-    "training does seldom, it will be slower than the figures"
+    "a few steps took far longer than the others, and the figures exclude them as delays by the "
+    "host. For steadier figures, end other programs on the machine. If these steps are rare work "
+    "of your training, it will be slower than the figures"
 )
 
 
@@ -257,11 +256,11 @@ class Measurement:
         full = [step for step in agreed if not step.is_short]
         if not full:
             raise InvalidTrial(
-                f"none of {len(agreed)} optimizer steps was full: there are not "
-                f"{fmt.count(spec.gas, 'micro batch')} of {fmt.count(spec.micro_batch, 'sample')} "
-                "in an epoch of the data, or the script's "
-                "accumulation is a constant. Give the script more data, drop the last batch of an "
-                "epoch (drop_last), or take accumulation from the configuration",
+                f"none of {fmt.count(len(agreed), 'optimizer step')} was full: an epoch of the "
+                f"data has fewer than {fmt.count(spec.gas, 'micro batch')} of "
+                f"{fmt.count(spec.micro_batch, 'sample')}, or the script accumulates a constant "
+                "number of them. Give the script more data, drop the last batch of an epoch "
+                "(drop_last), or read accumulation from the configuration",
                 smaller_may_run=True,
                 most_samples=self._most_samples(),
             )

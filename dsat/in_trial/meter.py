@@ -116,8 +116,8 @@ class Meter:
         most = fed // max(1, spec.options.end_step * spec.gas)
         return InvalidTrial(
             f"the script ended after {count(self.steps_seen, 'optimizer step')}{self._whose}, but "
-            f"steps up to {spec.options.end_step} are measured: give it more data or lower "
-            "--end-profile-step",
+            f"dsat measures up to step {spec.options.end_step}: give the script more data, or "
+            "lower --end-profile-step",
             smaller_may_run=True,
             most_samples=most if 0 < most < spec.micro_batch else None,
         )

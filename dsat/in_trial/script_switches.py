@@ -99,7 +99,9 @@ class ScriptSwitches:
         if config_injection.shared_sequences(arguments) > 1:
             self.found.pop(ATTENTION, None)
             if wanted.get(ATTENTION) is not None:
-                raise InvalidTrial("the attention kernel cannot be switched where it is Ulysses'")
+                raise InvalidTrial(
+                    "Ulysses needs its own attention kernel, so it cannot be switched"
+                )
         if self._has_arguments:
             wanted = {n: v for n, v in wanted.items() if n not in (CHECKPOINTING, LIGER)}
             if recomputation.is_on(model) and not self._is_on_by_arguments:

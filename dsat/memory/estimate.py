@@ -12,6 +12,7 @@ from dsat.values.zero_strategy import CPU, NVME, of_config
 
 PHASES = ("init", "forward", "backward", "step")
 SIMULATED, CLOSED_FORM = "simulated", "closed form"
+METHODS = {SIMULATED: "simulation", CLOSED_FORM: "formula"}  # in messages
 # Largest number of tokens of a micro batch whose values a simulation knows. For more tokens,
 # transformers makes a mask that training does not have, as they might be packed samples.
 MOST_TOKENS = 2**22

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from dsat.memory.estimate import METHODS
 from dsat.memory.predictor import Basis, MemoryModel, Shape
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import Plan
@@ -81,15 +82,15 @@ class Forecast:
             ending = f"fits up to micro batch {largest}" if largest else "does not fit"
             ran = self._ran.get(shape.strategy)
             if ran and not largest:
-                ending = f"predicted not to fit with its first settings, but micro batch {ran} ran"
+                ending = f"predicted not to fit, although micro batch {ran} ran"
             if not self.model.fits_host(shape):
                 ending = (
-                    f"needs {fmt.memory(round(shape.host_bytes))} of host memory, and each rank "
-                    f"has {fmt.memory(self.model.host_limit_bytes)}"
+                    f"needs {fmt.memory(round(shape.host_bytes))} of host memory per rank, but "
+                    f"only {fmt.memory(self.model.host_limit_bytes)} are available"
                 )
             lines.append(
                 f"{branch.strategy.label}: {fmt.memory(needed)} per device at micro batch "
-                f"{smallest}, {ending} ({shape.source})"
+                f"{smallest}, {ending} (by {METHODS[shape.source]})"
             )
         note = self.model.basis.note
         return [*lines, f"memory is predicted by formula: {note}"] if note else lines

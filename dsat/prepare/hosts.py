@@ -75,9 +75,9 @@ def check_equal(hosts: Sequence[Host]) -> None:
         else:
             continue
         raise UserInputError(
-            f"host {first.name} has {has}, and host {other.name} has {differs}",
+            f"host {first.name} has {has}, but host {other.name} has {differs}",
             where="hosts",
-            hint="Trials on unequal hosts cannot be compared: take equal ones, or --engine local.",
+            hint="Trials on unequal hosts cannot be compared: use equal hosts, or --engine local.",
         )
 
 

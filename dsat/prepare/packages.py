@@ -47,12 +47,12 @@ def check(also: str | None = None) -> None:
         if found is None:
             problems[name] = f"{name} is not installed"
         elif not needed[name].contains(found, prereleases=True):
-            problems[name] = f"{name} {found} is installed, and dsat needs {needed[name]}"
+            problems[name] = f"{name} {found} is installed, but dsat needs {needed[name]}"
     if problems:
         wanted = " ".join(f"'{name}{needed.get(name, '')}'" for name in problems)
         raise UserInputError(
             " and ".join(problems.values()),
             where="environment",
-            hint=f"Run pip install {wanted}, or install dsat in the environment that you train in. "
+            hint=f"Run pip install {wanted}, or install dsat in your training environment. "
             "`dsat doctor` checks everything.",
         )

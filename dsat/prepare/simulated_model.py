@@ -34,10 +34,7 @@ _log = logging.getLogger(__name__)
 _LOG = "simulation/stderr.log"
 # Limit for the script to reach its first step, and for the processor time of each simulation.
 _TIMEOUT_S = 600.0
-_SCRIPT_HINT = (
-    " `dsat tune` also searches scripts that cannot be simulated: it predicts their memory by "
-    "formula."
-)
+_SCRIPT_HINT = " `dsat tune` works without simulation: it then predicts memory by formula."
 
 
 @dataclass(frozen=True)
@@ -155,10 +152,10 @@ def _read_source(settings: ModelSettings) -> Source:
     source = source.run_to_training(_TIMEOUT_S) if source.unknown else source
     if source.program.needs_command:
         raise UserInputError(
-            "cannot be simulated: its ranks cannot be started by themselves, because "
+            "cannot be simulated, because its ranks cannot be started by themselves: "
             f"{source.program.needs_command}",
             where="command",
-            hint="Give a script that torchrun, deepspeed or python3 starts, or --model.",
+            hint="Give a script that torchrun, deepspeed or python3 starts, or use --model.",
         )
     return source
 

@@ -148,7 +148,7 @@ def read(target: Target) -> Source:
         return Source(experiment, program)
     folder, command = Path.cwd(), tuple(entrypoints.drop_autotuning(target.command))
     if command != target.command:
-        _log.info("note: --autotuning is left out of your command: dsat tunes in its place")
+        _log.info("note: dsat runs your command without --autotuning, which dsat replaces")
         target = replace(target, command=command)
     try:
         program = entrypoints.parse(target.command, folder)
@@ -171,9 +171,9 @@ def _check_options(program: Entrypoint) -> None:
     hiding = _HIDE_THE_HOOK.intersection(program.python_options)
     if hiding:
         raise UserInputError(
-            f"{min(hiding)} hides dsat from the script's Python, whose training it measures",
+            f"{min(hiding)} hides dsat from the script's Python, so trials cannot be measured",
             where="entrypoint",
-            hint="Leave it out.",
+            hint="Remove this option.",
         )
 
 
@@ -182,10 +182,10 @@ def refuse_in_trial() -> None:
     of_cluster = ds_config.DSAT_TRIAL_KEY in (hparams_of_this_task() or {})
     if of_cluster or TRIAL_VARIABLE in os.environ:
         raise UserInputError(
-            "is called inside a trial: the script that it tunes comes to this call",
+            "is called inside a trial, because the training script reaches this call too",
             where="dsat",
-            hint="Call it in a file of its own; if your training script imports that file, below "
-            '`if __name__ == "__main__":`.',
+            hint="Call dsat from a separate file. If the training script imports that file, put "
+            'the call below `if __name__ == "__main__":`.',
         )
 
 
@@ -202,7 +202,7 @@ def check_ranks(program: Entrypoint, slots: int) -> None:
             f"starts {fmt.count(program.slots, 'rank')}, but a trial has "
             f"{fmt.count(slots, 'device')}",
             where="entrypoint",
-            hint="Make resources.slots_per_trial (or --devices) and the entrypoint agree.",
+            hint="Set resources.slots_per_trial (or --devices) to the number of ranks.",
         )
 
 
@@ -243,9 +243,9 @@ def _config_of_command(given: Path | None, program: Entrypoint, folder: Path) ->
         return named
     if named is not None and not os.path.samefile(given, named):
         raise UserInputError(
-            f"is not {program.config_path}, which the script's arguments name",
+            f"differs from {program.config_path} in the script's arguments",
             where=f"--ds-config {given}",
-            hint="Make both the same, or leave --ds-config out.",
+            hint="Make both the same, or remove --ds-config.",
         )
     return given
 
@@ -275,11 +275,11 @@ def _command_of(target: Target, *, is_known: bool) -> tuple[str, ...]:
     elif shutil.which(command[0]) is None:
         command = [str(Path(sys.executable).parent / command[0]), *command[1:]]
     if shutil.which(command[0]) is None:
-        problem, hint = "there is no such command", "Give it as you type it in a shell."
+        problem, hint = "there is no such command", "Give the command as you type it in a shell."
         if os.path.isfile(given) and not given.endswith(_SUFFIXES):
             problem, hint = "is not executable", f"Run chmod +x {shlex.quote(given)}."
         elif len(given.split()) > 1:
-            hint = "Leave out the quotes around the whole command."
+            hint = "Remove the quotes around the whole command."
         elif given.endswith(_SUFFIXES):
             problem = "is a configuration, not a command"
             hint = f"Put the command before it: deepspeed train.py --deepspeed_config {given}"
@@ -310,7 +310,7 @@ def _make_from_start(source: Source, ranks: Sequence[RankStart], program: Entryp
             "the configuration that the script passes to deepspeed.initialize cannot be written "
             f"as JSON: {first.config_problem}",
             where=name,
-            hint="Give it as a file: --ds-config FILE.",
+            hint="Write the configuration to a file, and pass it with --ds-config FILE.",
         )
     experiment = experiments.make_experiment(words, name, folder, config)
     experiment = replace(
@@ -349,8 +349,8 @@ def _describe_program(program: Entrypoint) -> str:
     ranks = f"{program.slots} ranks" if program.slots != 1 else "1 rank"
     if program.needs_command:
         return (
-            f"Your command starts {ranks}. Each trial runs it again: its ranks cannot be started "
-            f"by themselves, because {program.needs_command}"
+            f"Your command starts {ranks}. Each trial runs the whole command, because its ranks "
+            f"cannot be started by themselves: {program.needs_command}"
         )
     words = [program.script] if program.script else ["-m", program.module]
     shown = shlex.join(["python", *words, *program.args])

@@ -24,7 +24,7 @@ def _cards_of_kind(value: str) -> tuple[int, str]:
     """Parse `64xH100` into number and name of the cards."""
     found = re.fullmatch(r"\s*([\d.+-]+)\s*[xX]\s*(.+)", WORD.read(value))
     if found is None:
-        raise ValueError(f"invalid cards {value!r} (for example 64xH100)")
+        raise ValueError(f"invalid GPUs {value!r}: write, for example, 64xH100")
     return NUMBER_OF_CARDS.read(found[1]), found[2].strip()
 
 

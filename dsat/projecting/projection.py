@@ -166,7 +166,7 @@ def summary(shown: Projection) -> str:
     trained = f" ({shown.trained:,} trained)" if shown.trained < shown.parameters else ""
     text = [
         f"{shown.name}: {shown.parameters:,} parameters{trained} on {card.name}, "
-        f"{card.per_host} per host, {shown.network_bandwidth * 8e-9:.0f} usable Gbit/s for each "
+        f"{card.per_host} per host, {shown.network_bandwidth * 8e-9:.0f} usable Gbit/s per GPU "
         "between hosts."
     ]
     if asked := _asked(shown):
@@ -262,13 +262,13 @@ def _notes(shown: Projection) -> list[str]:
     """Return the sources of the numbers, and what they do not include."""
     text = [f"Not simulated: {label}: {reason}." for label, reason in shown.failures.items()]
     if shown.tokens is None:
-        text.append("For the time and cost of a whole training add --tokens and --price.")
+        text.append("For the time and cost of a whole training, add --tokens and --price.")
     elif shown.sequence_length is None:
         text.append("Time and cost are unknown, because samples are not sequences of tokens.")
-    sources = "the table of cards alone; measured trials (`--from RUN`) would narrow them"
+    sources = "the table of GPUs alone; measured trials (`--from RUN`) would narrow them"
     if shown.calibrated_by:
-        sources = f"{fmt.count(shown.calibrated_by, 'measured trial')} and the table of cards"
-    text.append(f"Intervals are of 90 %, from {sources}.")
+        sources = f"{fmt.count(shown.calibrated_by, 'measured trial')} and the table of GPUs"
+    text.append(f"Intervals cover 90 %. Source: {sources}.")
     return [*text, f"Not modelled: {NOT_MODELLED}."]
 
 

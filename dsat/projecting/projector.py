@@ -77,16 +77,16 @@ def _check_slots(traced: Traced, count: int) -> None:
     shared = traced.parallelism.shared
     if count % shared:
         raise UserInputError(
-            f"{fmt.count(count, 'card')}: no multiple of the {shared} that share a sample by your "
-            "configuration (autotp_size, sequence_parallel_size)",
+            f"{fmt.count(count, 'GPU')}: not a multiple of {shared}, the GPUs that share a sample "
+            "in your configuration (autotp_size, sequence_parallel_size)",
             where="--to",
         )
     if not traced.gas(count, 1):
         total = traced.base[ds_config.BATCH_KEYS[0]]
         raise UserInputError(
-            f"{count} cards cannot share your global batch of {total} samples evenly",
+            f"{count} GPUs cannot share your global batch of {total} samples evenly",
             where="--to",
-            hint="Ask about another number of cards, or change train_batch_size.",
+            hint="Choose another number of GPUs, or change train_batch_size.",
         )
 
 
@@ -108,8 +108,8 @@ def measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metri
                 )
         if not own_flops / _SAME_SAMPLES < profile.flops_per_sample < own_flops * _SAME_SAMPLES:
             raise UserInputError(
-                f"its samples take {profile.flops_per_sample:.2e} FLOPs and yours {own_flops:.2e}: "
-                "they have another length",
+                f"its samples take {profile.flops_per_sample:.2e} FLOPs, but yours "
+                f"{own_flops:.2e}, so their lengths differ",
                 where=where,
                 hint="Set the length with --seq-length, if you use --model.",
             )
@@ -123,7 +123,7 @@ def measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metri
         if all(run.plan.switches.get(name) == value for name, value in trial.script_args.items()):
             found.append((of_config(config), trial, outcome.metrics))
     if not found:
-        raise UserInputError("has no measured trial of your model as it is now", where=where)
+        raise UserInputError("has no measured trial of your present model", where=where)
     return found
 
 
@@ -145,7 +145,7 @@ class Projector:
         run, traced = past.run, self._traced
         slots, machine = run.plan.slots_per_trial, str(run.info.get("machine", ""))
         if "CPU core" in machine or "cpu slot" in machine:  # "cpu slot" in runs of the last release
-            problem = "was measured on processor cores, which say nothing of cards"
+            problem = "was measured on CPU cores, so it cannot correct predictions for GPUs"
             raise UserInputError(problem, where=str(past.folder))
         named = run.profile.device_name if run.profile else ""
         card = cards.find(named or machine)
@@ -163,7 +163,7 @@ class Projector:
                 errors.append(metrics.standard_error)
         if not points:
             raise UserInputError(
-                "none of the strategies that it measured can be simulated", where=str(past.folder)
+                "none of its measured strategies can be simulated", where=str(past.folder)
             )
         self.speed = self.speed.calibrated(
             hardware_of(card), Points.join(points), np.array(log_s), np.array(errors)

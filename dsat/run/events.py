@@ -75,7 +75,7 @@ def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
         elif key in kinds:
             raise DecodeError(key, "is missing")
     if not _TIMES_S.start <= values.get("time_s", 0) < _TIMES_S.stop:
-        raise DecodeError("time_s", f"is no date: {values['time_s']}")
+        raise DecodeError("time_s", f"is not a date: {values['time_s']}")
     return values
 
 

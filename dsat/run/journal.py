@@ -117,8 +117,8 @@ def parse(content: bytes, name: str) -> tuple[list[dict[str, Any]], int]:
                 json.dumps(event, ensure_ascii=False).encode("utf-8", "surrogateescape")
         except (ValueError, TypeError, RecursionError):
             raise JournalError(
-                f"{name}: line {number} is damaged, or the file is no journal of a run. Start a "
-                "new run, or restore the file."
+                f"{name}: line {number} is damaged, or the file is not the journal of a run. Start "
+                "a new run, or restore the file."
             ) from None
         if is_newer:
             raise JournalError(

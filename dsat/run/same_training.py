@@ -39,9 +39,9 @@ _ROUNDING_OF_NORMS = {"fp32": 5e-3, "fp16": 2e-2, "bf16": 1e-1}
 _CANCELS_BELOW, _TERMS = 1e-3, 1.0
 _TIMES_OWN = 4.0  # factor by which others may differ more than runs of the user's own
 _OTHER_START = (
-    "other data, weights or random numbers (with another micro batch, dropout draws others), or a "
-    "loss that depends on the micro batch (negatives within a batch, batch normalization, means "
-    "over padded tokens)"
+    "The reason may be different data, weights or random numbers (dropout draws new ones for "
+    "another micro batch), or a loss that depends on the micro batch (in-batch negatives, batch "
+    "normalization, means over padded tokens)"
 )
 
 
@@ -91,7 +91,7 @@ def compare(
         once = "recorded losses only once" if curves else "recorded too few losses"
         return _unknown(f"your own configuration {once}")
     if len(its) < _LEAST_STEPS:
-        return _unknown("it recorded too few losses")
+        return _unknown("the best configuration recorded too few losses")
     seen = (precision, *(curve.precision or precision for curve in (*own, other)))
     precision = max(seen, key=PRECISIONS.index)
     first, growth = _ROUNDING[precision]
@@ -104,8 +104,8 @@ def compare(
     start = min(reference)
     if own_apart[start] > first:
         return _unknown(
-            "the script is not seeded, and two runs of your own configuration begin "
-            f"{100 * own_apart[start]:.2f} % apart; set a seed to have losses compared"
+            "the script sets no seed, so the first losses of two runs of your own configuration "
+            f"differ by {100 * own_apart[start]:.2f} %. Set a seed to compare losses"
         )
     noise = _TIMES_OWN * max(own_apart.values())
     for step in sorted(set(its) & set(reference)):
@@ -117,11 +117,11 @@ def compare(
             continue
         said = f"{its[step]:.6g} instead of {reference[step]:.6g}"
         if step == start:
-            return _unknown(f"it begins with loss {said}: {_OTHER_START}")
+            return _unknown(f"the first loss is {said}. {_OTHER_START}")
         return Finding(
             Agreement.DIFFERENT,
-            f"its loss in step {step} is {said}, {100 * apart:.2f} % off, and rounding explains "
-            f"at most {100 * allowed:.2f} %",
+            f"Its loss in step {step} is {said}, which differs by {100 * apart:.2f} %; rounding "
+            f"explains at most {100 * allowed:.2f} %",
         )
     return Finding(Agreement.SAME)
 
@@ -146,8 +146,8 @@ def _gradient_difference(
     if _relative(norm, norms[0], 0.0) <= max(_ROUNDING_OF_NORMS[precision], noise):
         return None
     return (
-        f"its loss in the first step is yours, but the norm of its gradients is {norm:.4g} instead "
-        f"of {norms[0]:.4g}"
+        f"Its first loss equals yours, but its first gradient norm is {norm:.4g} instead of "
+        f"{norms[0]:.4g}"
     )
 
 

@@ -109,9 +109,9 @@ class SearchPhase:
         if isinstance(answer, Proposal):
             point, counts = answer.point, [branch.count for branch in self._space.branches]
             if point.branch not in range(len(counts)):
-                problem = "is of no branch of the space"
+                problem = "belongs to no branch of the space"
             elif point.index not in range(counts[point.branch]):
-                problem = "is of no settings of its branch"
+                problem = "has settings that its branch lacks"
             elif type(point.micro_batch) is not int or point.micro_batch < 1:
                 problem = "has no positive micro batch"
             elif not all(type(value) is int for value in answer.note.values()):

@@ -17,7 +17,7 @@ from dsat.values.zero_strategy import of_config
 
 _MOST_APART = 1.5  # ratio of tokens per sample above which throughputs are not compared
 _OWN = "your own configuration"
-OWN_IS_WRONG = f"Likely wrong is {_OWN}"
+OWN_IS_WRONG = f"Likely wrong: {_OWN}"
 
 
 def training_of(plan: Plan, trial: Trial) -> hazards.Training:
@@ -53,7 +53,7 @@ class TrainingCheck:
         own_curves = self._curves(own)
         precision = same_training.precision_of(plan.config({}))
         same_batch = trial.batch.train_batch_size == own.batch.train_batch_size
-        finding = Finding(Agreement.UNKNOWN, "no losses were seen")
+        finding = Finding(Agreement.UNKNOWN, "no losses were recorded")
         for curve in self._curves(trial):
             finding = same_training.compare(
                 own_curves, curve, precision=precision, same_batch=same_batch
@@ -118,7 +118,7 @@ class TrainingCheck:
         ]
         blamed = same_training.suspects(changes(pick), same)
         said = ", ".join(f"{key}={value[1]}" for key, value in blamed.items()) or "the batch sizes"
-        return f"{reason}. What differs: {said}"
+        return f"{reason}. Possible cause: {said}"
 
     def _compare_uncounted(self, own: Trial, pick: Trial) -> str | None:
         """Return why the throughputs of two trials cannot be compared; None if they can.
@@ -131,8 +131,8 @@ class TrainingCheck:
         if not its or not yours or max(its, yours) <= _MOST_APART * min(its, yours):
             return None
         return (
-            f"a sample had {its:,.0f} tokens on average and yours {yours:,.0f}, so its micro "
-            "batches are not those of the configuration"
+            f"its samples had {its:,.0f} tokens on average, and yours {yours:,.0f}, so the data "
+            "loader does not follow the micro batch of the configuration"
         )
 
     def _uncounted_tokens(self, trial: Trial) -> float:
@@ -153,7 +153,7 @@ class TrainingCheck:
         }
         if len(by_fault) == 1:
             [(name, fault)] = by_fault.items()
-            return f"Likely wrong is {name}. {fault}"
+            return f"Likely wrong: {name}. {fault}"
         precision = same_training.precision_of(plan.config({}))
         for_name = dict.fromkeys(pair, 0)
         for trial in self._trials.values():
@@ -168,9 +168,9 @@ class TrainingCheck:
                 ]
                 for_name[name] += agree == [True]
         if len({*for_name.values()}) == 1:
-            return "Either may be wrong: compare them with training without DeepSpeed"
+            return "Either may be wrong: compare both with training without DeepSpeed"
         wrong, right = sorted(for_name, key=for_name.__getitem__)
-        return f"Likely wrong is {wrong}: trials of other strategies agree with {right}"
+        return f"Likely wrong: {wrong}, because trials of other strategies agree with {right}"
 
     def _curves(self, trial: Trial) -> list[TrainingCurve]:
         ids = [trial.id, *(i for i, again in self._repeated.items() if again == trial.id)]

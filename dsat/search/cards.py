@@ -77,8 +77,8 @@ def find(name: str) -> Card:
     found = of_device(name)
     if found is None:
         raise UserInputError(
-            f"unknown card {name}; known cards: {', '.join(table())}",
-            hint="Add it to dsat/search/cards.json.",
+            f"unknown GPU {name}; known GPUs: {', '.join(table())}",
+            hint="To use another GPU, add it to dsat/search/cards.json.",
         )
     return found
 

@@ -78,7 +78,7 @@ class ModelSearch(Search):
             choice = Chooser(known, context.costs, self._stop_when).choose(observations)
         except TooDear:
             if may_stop:
-                return Stop("further trials take longer than is worth it")
+                return Stop("further trials would take too long for their expected gain")
             choice = None
         if choice is None:
             return Wait() if is_running else Stop(EXHAUSTED)

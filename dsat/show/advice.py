@@ -40,35 +40,35 @@ def advise_batch(run: Run) -> list[str]:
     fixed = next((each for each in run.outcomes.values() if each.fixed_batch), None)
     mapping, flag = "--arg-mapping train_micro_batch_size_per_gpu=", run.batch_flag.name
     if run.batch_flag.is_guess:
-        return [f"Micro batch: {flag} may have to follow it. Add {mapping}{flag}."]
+        return [f"Micro batch: perhaps {flag} must change with it. If so, add {mapping}{flag}."]
     if fixed is not None and not flag:
         fed = fmt.count(fixed.fixed_batch or 0, "sample")
         advice = (
-            "Take it from engine.train_micro_batch_size_per_gpu(), or name the script's flag: "
+            "Read it from engine.train_micro_batch_size_per_gpu(), or name the script's flag: "
             f"{mapping}FLAG."
         )
         if fixed.batch_flag:
             advice = f"Add {mapping}{fixed.batch_flag}."
         if run.batch_flag.refused:
             *_, (flag, message) = run.batch_flag.refused.items()
-            advice = f"With {flag}: {message}."
+            advice = f"A trial with {flag} failed: {message}."
         return [
             f"Micro batch: not searched, because the script feeds {fed} whatever the configuration "
             f"says. {advice}"
         ]
     if run.profiled is not None and keeps_micro_batch(plan, run.profiled):
         return [
-            f"Micro batch: not searched, because the loss compares its {own.micro_batch} samples "
-            "with each other, so another one changes the training. --train-batch-size any "
-            "searches others."
+            "Micro batch: not searched, because the loss compares the samples of a micro batch "
+            f"with each other, so one other than {own.micro_batch} changes the training. "
+            "--train-batch-size any searches other micro batches."
         ]
     if not free_batch.leaves_nothing_to_trade(plan):
         return []
-    searches = "--train-batch-size any searches larger ones, which change the training"
+    searches = "--train-batch-size any searches larger batches, which change the training"
     predicted = free_batch.predict(run) if run.stop_reason is not None else None
     if predicted is not None:
         searches += (
-            f": with a micro batch of {predicted.micro_batch} your configuration is predicted to "
+            f". With a micro batch of {predicted.micro_batch}, your configuration is predicted to "
             f"be {predicted.gain:.2g}x as fast"
         )
     return [
@@ -112,9 +112,12 @@ def _scale_schedule(run: Run, ratio: float) -> list[str]:
     if not lengths:
         return []
     scaled = [f"{key} {n} -> {max(1, round(n / ratio))}" for key, n in lengths.items()]
-    said = f"Schedule: for as many samples as before, set {', '.join(scaled)}."
+    said = f"Schedule: to keep the number of samples, change {', '.join(scaled)}."
     if "total_num_steps" in lengths:  # HfTrainerDeepSpeedConfig.trainer_config_finalize
-        said += " A Trainer with a number of epochs refuses any other total_num_steps at its start."
+        said += (
+            " A Trainer with a number of epochs accepts only the total_num_steps that it computes, "
+            "which its error message shows."
+        )
     return [said]
 
 
@@ -135,9 +138,10 @@ def advise_script(run: Run, best: Trial) -> list[str]:
     how += [
         switches.OF_CODE[text].format(best.batch) for text in warnings if text in switches.OF_CODE
     ]
-    said = (
-        [f"Script: the best needs {'; '.join(how)}. The training command sets it."] if how else []
+    needs = (
+        f"Script: the best configuration needs {'; '.join(how)}. The training command sets this."
     )
+    said = [needs] if how else []
     if (best.overrides.get("compile") or {}).get("deepcompile") is True:
         said.append("Script: DeepCompile needs engine.compile() after deepspeed.initialize.")
     return said
@@ -148,7 +152,7 @@ def advise_saving(run: Run, best: Trial) -> list[str]:
     if best.stage != 3 or of_config(run.plan.base_config).stage == 3:
         return []
     return [
-        "Saving: in stage 3 state_dict() holds shards. Save with engine.save_16bit_model, or make "
-        f"weights of a checkpoint with zero_to_fp32.py. With {GATHER} the Trainer and "
-        "accelerator.get_state_dict give whole models."
+        "Saving: in stage 3, state_dict() contains only shards. Save with engine.save_16bit_model, "
+        f"or convert a checkpoint with zero_to_fp32.py. With {GATHER}, the Trainer and "
+        "accelerator.get_state_dict save whole models."
     ]

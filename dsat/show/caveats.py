@@ -81,15 +81,15 @@ def _warn_of_noise(run: Run, found: Gain | None) -> Iterator[str]:
     )
     if found is None and noise > _NOISY:
         yield (
-            f"measurements are uncertain by ±{fmt.percent(noise)}, so smaller gains go unseen: "
-            f"other programs may have used the machine. {_QUIETER}"
+            f"measurements are uncertain by ±{fmt.percent(noise)}, so smaller gains go unnoticed. "
+            f"Other programs may have used the machine. {_QUIETER}"
         )
     elif found is not None and found.high > _UNSURE * found.low:
         interval = f"may be anything from {found.low:.2f}x to {found.high:.2f}x"
         yield (
-            f"the gain {'is not known' if found.is_unknown else interval}, because runs of the "
-            f"same configuration differ much. {_QUIETER} In a new run more pairs help too "
-            "(--finals, with enough --max-trials)."
+            f"the gain {'is unknown' if found.is_unknown else interval}, because runs of the same "
+            f"configuration differ a lot. {_QUIETER} In a new run, more pairs also help (a higher "
+            "--finals, with enough --max-trials)."
         )
 
 
@@ -113,9 +113,9 @@ def _warn_of_drift(run: Run) -> Iterator[str]:
         metric = run.plan.metric
         yield (
             f"your own configuration measured {fmt.metric(metric, first)} first and "
-            f"{fmt.metric(metric, later)} later: the machine changed its speed (heat, or other "
-            "programs), so the search compared trials of different conditions. Finals are not "
-            "affected, since their runs take turns."
+            f"{fmt.metric(metric, later)} later. The machine's speed changed (heat, or other "
+            "programs), so the search compared trials under different conditions. The finals are "
+            "not affected, because they alternate both configurations."
         )
 
 
@@ -131,16 +131,16 @@ def _warn_of_steps(run: Run) -> Iterator[str]:
     if len(late) >= 2:
         yield (
             f"optimizer steps {', '.join(map(str, late))} took far longer both in your "
-            f"configuration and in {other.name}, so they are work of the training (an optimizer "
-            "that does more every n-th step, say). They were left out as delays by the host: the "
-            "gain is that of the other steps."
+            f"configuration and in {other.name}, so they belong to the training (for example, an "
+            "optimizer with extra work in every n-th step). But dsat excluded them as delays by "
+            "the host, so the gain covers only the other steps."
         )
     if abs(own.evaluated - its.evaluated) * RAREST >= 1:
         yield (
-            "the gain may not be comparable: the model ran outside of training too (generation, "
-            f"say) in {fmt.percent(own.evaluated)} of the measured steps of your configuration and "
-            f"in {fmt.percent(its.evaluated)} of those of {other.name}. Compare both in longer "
-            "runs (--end-profile-step)."
+            "the gain is unreliable: the model also ran outside training (generation, perhaps), in "
+            f"{fmt.percent(own.evaluated)} of the measured steps of your configuration but "
+            f"{fmt.percent(its.evaluated)} of those of {other.name}. Measure more steps "
+            "(--end-profile-step)."
         )
 
 
@@ -168,9 +168,9 @@ def _warn_of_lengths(run: Run, best: Trial) -> Iterator[str]:
         if run.plan.metric != "tokens_per_second":
             means = "Padding is a real cost; different data make the gain meaningless"
         yield (
-            f"the samples of {compared.name} had {its:,.0f} tokens on average and yours "
-            f"{yours:,.0f}: other data (sorted, or a curriculum), or padding, which grows with the "
-            f"micro batch. {means}. Shuffle the data for the search, or pad all samples to one "
+            f"the samples of {compared.name} had {its:,.0f} tokens on average, and yours "
+            f"{yours:,.0f}. Either the data differ (sorted, or a curriculum), or padding grew with "
+            f"the micro batch. {means}. Shuffle the data for the search, or pad all samples to one "
             "length."
         )
 
@@ -194,6 +194,6 @@ def _warn_of_optimizer(run: Run, best: Trial) -> Iterator[str]:
         return
     yield (
         f"{run.profile.optimizer.kind} may depend on the shapes of parameters, which stages 1 to 3 "
-        "flatten and stage 0 keeps, so losses may differ from yours. Compare them over a longer "
+        "flatten and stage 0 keeps, so losses may differ from yours. Compare losses over a longer "
         f"training, or search with --zero-stages {'1 2 3' if own else '0'}."
     )

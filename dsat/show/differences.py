@@ -25,10 +25,10 @@ _NAMES = {
 }
 _REASONS = {
     **{setting.path: setting.reason for setting in SETTINGS},
-    MICRO_BATCH: "more samples in each forward and backward pass share its fixed costs",
-    GAS: "more micro batches in each optimizer step share its costs",
+    MICRO_BATCH: "more samples share the fixed costs of each forward and backward pass",
+    GAS: "more micro batches share the costs of each optimizer step",
     TRAIN_BATCH: "micro batch x accumulation steps x devices",
-    STAGE: "what ranks divide among them: 1 optimizer states, 2 gradients too, 3 parameters too",
+    STAGE: "what the ranks divide: 1 optimizer states, 2 also gradients, 3 also parameters",
     **{name: switch.reason for name, switch in SWITCHES.items()},
 }
 

@@ -52,7 +52,7 @@ class Narrator(Observer):
         flag = run.batch_flag.name
         if flag and flag not in self._warned:
             self._warned.add(flag)
-            self._say(Kind.RUN, f"note: {flag} follows the micro batch from now on")
+            self._say(Kind.RUN, f"note: from now on, trials set {flag} to their micro batch")
 
     def began(self, run: Run, forecast: Forecast | None) -> None:
         """Log the memory that each strategy needs, or that predictions are disabled."""

@@ -35,7 +35,7 @@ def longest_sequence(run: Run) -> tuple[int, str] | None:
     takes = max(lengths.model_takes or 0 for lengths in seen)
     if takes > longest and any(lengths.shortest < longest for lengths in seen):
         return takes, "the model's max_position_embeddings"
-    return longest, "the longest that was seen"
+    return longest, "the longest one seen"
 
 
 def memory_warning(run: Run) -> list[str]:
@@ -75,14 +75,14 @@ def memory_warning(run: Run) -> list[str]:
     if needed(most) <= limit:
         return []
     fits = bisect.bisect_right(range(1, most + 1), limit, key=needed)
-    advice = "no micro batch is predicted to fit"
+    advice = "No micro batch is predicted to fit"
     if fits:
-        advice = f"a micro batch of {fits} is predicted to fit (--max-micro-batch {fits})"
+        advice = f"A micro batch of {fits} is predicted to fit (--max-micro-batch {fits})"
     warning = (
-        f"The best was measured with sequences of up to {measured_with.longest} tokens. With "
-        f"{length} ({source}) it is predicted to need {fmt.memory(needed(most))} per device, more "
-        f"than the {fmt.memory(limit)} that there are: {advice}."
+        f"the best configuration may run out of memory with sequences of {length} tokens "
+        f"({source}): predicted {fmt.memory(needed(most))} of {fmt.memory(limit)} per device. It "
+        f"was measured with at most {measured_with.longest} tokens. {advice}."
     )
     if run.plan.max_seq_length is None:
-        warning += " If your data have no such sequences, say so with --max-seq-length."
+        warning += " If your sequences are shorter, set --max-seq-length."
     return [warning]

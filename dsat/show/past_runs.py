@@ -106,5 +106,5 @@ def find(path: Path | None) -> Path:
         if _is_of_run(folder):
             return folder
     raise UserInputError(
-        "is no run", where=str(path), hint="`dsat runs` lists those that there are."
+        "there is no such run", where=str(path), hint="`dsat runs` lists all runs."
     )

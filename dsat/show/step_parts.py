@@ -34,19 +34,22 @@ def _advise_on_data(run: Run, own: Metrics, best: Metrics) -> Iterator[str]:
     tried = [name for name in names if _WORKERS in name]
     share, its = own.data / own.latency, best.data / best.latency
     if share >= _DATA > its:
-        both = f"{fmt.percent(share)} of your step waits for data, {fmt.percent(its)} of the best"
-        yield f"Time: {both}."
+        yield (
+            f"Time: your configuration waits for data {fmt.percent(share)} of a step, and the best "
+            f"configuration {fmt.percent(its)}."
+        )
     if its < _DATA:
         return
-    yield f"Time: {fmt.percent(its)} of the best step waits for data: {_more_workers(tried)}."
+    waits = f"the best configuration waits for data {fmt.percent(its)} of a step"
+    yield f"Time: {waits}. {_more_workers(tried)}."
 
 
 def _more_workers(tried: Sequence[str]) -> str:
     if tried:
-        return f"more worker processes may help: list higher values of {tried[0]} with --vary"
+        return f"More worker processes may help: list higher values of {tried[0]} with --vary"
     return (
-        "give the data loader more worker processes (num_workers), or do less work per sample. If "
-        "your script has a flag for them, --vary --FLAG=0,4,8 searches it"
+        "Give the data loader more worker processes (num_workers), or do less work per sample. If "
+        "your script has a flag for workers, --vary --FLAG=0,4,8 searches it"
     )
 
 
@@ -56,8 +59,8 @@ def _advise_on_optimizer(run: Run, best: Metrics) -> Iterator[str]:
     if share < _OPTIMIZER or strategy.offload_optimizer == NONE:
         return
     yield (
-        f"Time: {fmt.percent(share)} of the best step is the optimizer step on the host: more"
-        " devices share it, and more gradient accumulation makes it rarer."
+        f"Time: the optimizer on the host takes {fmt.percent(share)} of a step of the best "
+        "configuration. More devices make it faster, and more gradient accumulation makes it rarer."
     )
 
 

@@ -172,11 +172,11 @@ def _describe_outcome(run: Run, view: TrialView, outcome: Outcome) -> list[Part]
     if outcome.metrics is not None:
         found.append(Table(("measured", "value"), _measured(outcome.metrics)))
     if changes := _changes(run, view.trial):
-        found.append(Text("configuration, where it differs from yours:"))
+        found.append(Text("settings that differ from your configuration:"))
         found.append(Table(("setting", "yours", "here"), changes))
     if view.trial.predicted_bytes is not None:
         predicted = fmt.memory(view.trial.predicted_bytes)
-        found.append(Text(f"memory of a device, predicted: {predicted}"))
+        found.append(Text(f"predicted memory per device: {predicted}"))
     if outcome.memory is not None:
         found += _describe_memory(outcome.memory)
     if outcome.detail:
@@ -206,7 +206,7 @@ def _measured(metrics: Metrics) -> list[tuple[str, str]]:
         if metrics.value(name) is not None
     ]
     cells.append(("measured steps", str(metrics.num_steps)))
-    cells.append(("95 % interval of the latency", f"±{fmt.percent(metrics.ci95)}"))
+    cells.append(("95 % confidence interval of the latency", f"±{fmt.percent(metrics.ci95)}"))
     if metrics.accidents:
         lost = fmt.percent(metrics.lost_to_accidents)
         cells.append(("rare long steps, left out", f"{metrics.accidents}, {lost} of the time"))

@@ -198,7 +198,7 @@ def _why_keep(run: Run) -> str:
     if found.low <= 1:
         return f"{trial.name} is not significantly faster: {say_gain(found)}"
     own, its = run.plan.own_batch.train_batch_size, trial.batch.train_batch_size
-    return f"{say_gain(found)} does not justify a global batch of {its} instead of {own}"
+    return f"a gain of {say_gain(found)} does not justify a global batch of {its} instead of {own}"
 
 
 def _rival(run: Run) -> Trial | None:
@@ -221,7 +221,7 @@ def _describe_failures(run: Run) -> list[str]:
     [(most, count)] = endings.most_common(1)
     if len(searched) == 1:
         return [f"the only other configuration did not run: {most}"]
-    return [f"none of the {len(searched)} other configurations ran; {count} of them: {most}"]
+    return [f"none of the {len(searched)} other configurations ran. {count} failed with {most}"]
 
 
 def _why_no_gain(run: Run) -> str:
@@ -267,13 +267,13 @@ def _confidence(run: Run, best: Trial) -> Iterator[str]:
         return
     pairs = fmt.count(len(finals.pairs), "pair")
     noise = fmt.percent(finals.comparison.variation.sd)
-    yield f"95 % interval of {pairs} of runs in turns; run-to-run variation {noise}."
+    yield f"95 % confidence interval from {pairs} of runs; run-to-run variation {noise}."
     if best is run.baseline:
         return
     assert run.baseline is not None
     if not finals.is_better:
         how = "faster" if finals.comparison.gain.high < 1 else "as fast"
-        yield f"Yours is {how}, but outside the batch sizes that you asked for."
+        yield f"Your configuration is {how}, but its batch sizes are not those that you asked for."
     finding = run.training.compare(run.plan, run.baseline, best)
     if finding.agreement is Agreement.SAME:
         yield "On the same data the losses agree with yours."
@@ -284,28 +284,25 @@ def _confidence(run: Run, best: Trial) -> Iterator[str]:
 def _how_often(run: Run, best: Trial) -> str:
     pairs = 0 if run.finals is None else len(run.finals.pairs)
     if pairs:
-        return f"low, with {fmt.count(pairs, 'pair')} of the finals so far."
+        return f"low, because the finals have completed only {fmt.count(pairs, 'pair')}."
     if best is run.baseline:
-        return "low: each configuration was measured once."
-    return "low: each was measured once, and picking the fastest overstates it."
+        return "low, because each configuration was measured once."
+    return "low, because each configuration was measured once, which overstates gains."
 
 
 def _no_finals(run: Run) -> str:
     """Explain why no finals confirm the search, and what to do."""
     if run.finals is not None:
-        return "The finals are not over."
+        return "The finals have not finished."
     if run.plan.finals is not None and run.plan.finals < PAIR:
-        return f"Finals would confirm it (--finals {PAIR} or more)."
+        return f"Finals would confirm the result (--finals {PAIR} or more)."
     if run.plan.max_trials < LEAST_RUN:
-        return f"Finals would confirm it (--max-trials {LEAST_RUN} or more)."
+        return f"Finals would confirm the result (--max-trials {LEAST_RUN} or more)."
     resume = "" if ENGINE in run.info else "; if the run was ended, continue it with --resume"
     if any(trial.kind is TrialKind.FINAL for trial in run.trials.values()):
-        return (
-            "The search resumed after its finals, which do not count until new finals have finished"
-            f"{resume}."
-        )
+        return f"The search resumed after its finals, so the result needs new finals{resume}."
     if run.best is run.baseline and run.stop_reason is not None:
-        return "Nothing measured fast enough for the finals."
+        return "No other configuration was fast enough for finals."
     return f"The finals have not begun{resume}."
 
 
@@ -315,12 +312,12 @@ def _batch_advice(run: Run, best: Trial) -> list[str]:
     if own is None or best.batch.train_batch_size == size:
         return []
     steps, gained = _steps_per_epoch(run, own, best), _at_own_batch(run, own, best)
-    keep = "to keep it, use --train-batch-size own"
-    return [f"Batch: {steps}at your global batch of {size}, {gained}; {keep}."]
+    keep = "To keep this batch, use --train-batch-size own."
+    return [f"Batch: at your global batch of {size}, {gained}. {keep}{steps}"]
 
 
 def _steps_per_epoch(run: Run, own: Trial, best: Trial) -> str:
-    """Return `steps per epoch 100 -> 2; `, or nothing if the data's size is unknown."""
+    """Return ` Steps per epoch: 100 -> 2.`, or nothing if the data's size is unknown."""
     counts = []
     for trial in (own, best):
         outcome = run.outcomes.get(trial.id)
@@ -328,7 +325,7 @@ def _steps_per_epoch(run: Run, own: Trial, best: Trial) -> str:
             return ""
         counts.append(outcome.most_samples // trial.batch.micro_batch)
     before, after = counts
-    return f"steps per epoch {before} -> {after}; "
+    return f" Steps per epoch: {before} -> {after}."
 
 
 def _at_own_batch(run: Run, own: Trial, best: Trial) -> str:

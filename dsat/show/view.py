@@ -285,7 +285,7 @@ def _facts(run: Run) -> Iterator[str]:
         yield line
     absent = [n for n in run.plan.tune if n in SWITCHES and n not in own_switches(run)]
     if run.profile is not None and absent and not set(run.plan.tune) >= set(SETTING_NAMES):
-        yield f"not searched: {', '.join(absent)}: your script has none, or it cannot matter there"
+        yield f"not searched, as your script lacks it or it has no effect: {', '.join(absent)}"
 
 
 def _trial_counts(run: Run) -> str:

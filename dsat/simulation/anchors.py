@@ -55,7 +55,7 @@ def of_run(
         say: receives messages about configurations that cannot be simulated.
     """
     if _is_plenty(plan, profile, configs):
-        note = f"all micro batches up to {plan.allowed_micro_batches[-1]} have plenty of room"
+        note = f"all micro batches up to {plan.allowed_micro_batches[-1]} clearly fit"
         return Basis.of_profile(profile, plan.switches, note=note)
     operation = f"simulating memory of {fmt.count(len(configs), 'configuration')}"
     variants: list[Variant] = []
@@ -109,7 +109,9 @@ def variant_of(
     anchors, further = [], []
     for asked, answer in zip(questions, simulator.estimates(questions), strict=True):
         if isinstance(answer, str):
-            say(f"{of_config(asked.config).label}: predicted by formula: {answer}")
+            say(
+                f"{of_config(asked.config).label}: not simulated, so predicted by formula: {answer}"
+            )
             continue
         anchors.append(Anchor(asked.config, asked.micro_batch, answer))
         nearer = int(asked.micro_batch * math.sqrt(limit_bytes / max(1, answer.peak)))

@@ -195,7 +195,7 @@ class SimulationServer:
             return f"it needs more than {limit}: {failures.message(error)}"
         has_fakes = self._fakes is not None and self._fakes.fake_bytes
         if has_fakes and not isinstance(error, (SystemExit, InvalidTrial)):
-            return f"{failures.message(error)} (its large parameters were fake)"
+            return f"{failures.message(error)} (large parameters were simulated without data)"
         return ""
 
     def _end_of_child(self, answer: Mapping[str, Any]) -> NoReturn:

@@ -141,8 +141,8 @@ _LOW_PRECISION_STATES = tuple(
     for is_low in _SWITCH_ON
 )
 _COMPILE_REASON = "DeepSpeed's own compiler, by engine.compile()"
-_PIN_REASON = "pinned memory copies faster, but nothing else can use it"
-_OVERLAP_REASON = "hides reductions behind the backward pass, for a second bucket"
+_PIN_REASON = "copies from pinned memory are faster, but other programs cannot use that memory"
+_OVERLAP_REASON = "hides reductions behind the backward pass, but needs a second bucket"
 
 BUCKETS = (5 * 10**8, 10**6, 5 * 10**6, 10**7, 5 * 10**7, 10**8, 10**9, 5 * 10**9)
 
@@ -155,7 +155,7 @@ SETTINGS = (
         "reduce_bucket_size",
         BUCKETS,
         (1, 2, 3),
-        "small buckets save memory, large ones need fewer reductions",
+        "small buckets save memory; large buckets need fewer reductions",
         elements=True,
     ),
     Setting(
@@ -174,14 +174,14 @@ SETTINGS = (
         "reduce_scatter",
         _SWITCH_OFF,
         (1, 2, 3),
-        "stage 3 moves half as much as by an all-reduce; stages 1 and 2 all-reduce anyway",
+        "in stage 3, halves the traffic of an all-reduce; stages 1 and 2 all-reduce anyway",
         when=_several_slots,
     ),
     Setting(
         "contiguous_gradients",
         _SWITCH_OFF,
         (1, 2, 3),
-        "avoids fragmentation at the price of a copy",
+        "avoids fragmentation, but needs a copy",
     ),
     Setting(
         "round_robin_gradients",
@@ -218,7 +218,7 @@ SETTINGS = (
         "stage3_param_persistence_threshold",
         (10**5, 10**4, 10**6),
         (3,),
-        "small parameters are cheaper kept than gathered",
+        "keeping small parameters is cheaper than gathering them",
         when=_fetches,
         elements=True,
     ),
@@ -226,7 +226,7 @@ SETTINGS = (
         "sub_group_size",
         (10**9, 10**8, 10**7),
         (3,),
-        "small groups need smaller copies in the optimizer step, and more of them",
+        "small groups need smaller but more copies in the optimizer step",
         elements=True,
     ),
     Setting(
@@ -240,7 +240,7 @@ SETTINGS = (
         "offload_optimizer.ratio",
         (1.0, 0.75, 0.5),
         (3,),
-        "the rest of the optimizer's step is made on the accelerator, at the first learning rate",
+        "the GPU computes the rest of the optimizer step, with the first learning rate",
         when=lambda s: s.steps_on_host,
         **_ON_REQUEST,  # zero/stage3.py:317, 0.19.8: no scheduler changes that optimizer's rate
     ),
@@ -255,7 +255,7 @@ SETTINGS = (
         "stage3_use_all_reduce_for_fetch_params",
         _SWITCH_ON,
         (3,),
-        "fetching by all-reduce spares the host the copies of a gather",
+        "fetching by all-reduce avoids the copies of a gather",
         when=_several_slots,
         unasked=lambda s: s.on_device,
         is_later=True,
@@ -264,7 +264,7 @@ SETTINGS = (
         "stage3_module_granularity_threshold",
         (0, 10**5, 10**6, 10**7),
         (3,),
-        "small modules that are fetched together cost the host less",
+        "fetching small modules together costs the host less time",
         when=_several_slots,
         unasked=_never,  # not every model can be simulated with it
         is_later=True,
@@ -298,8 +298,11 @@ SETTINGS = (
             **_ON_REQUEST,
         )
         for key, reason in (
-            (TENSOR_SIZE, "devices that divide each layer save memory, and pass its activations"),
-            (SEQUENCE_SIZE, "devices that divide each sequence make longer ones fit"),
+            (
+                TENSOR_SIZE,
+                "dividing each layer over devices saves memory, but its activations are exchanged",
+            ),
+            (SEQUENCE_SIZE, "dividing each sequence over devices makes longer ones fit"),
         )
     ),
     # The following change what is computed, or depend on the script: see `unasked`.
@@ -307,7 +310,7 @@ SETTINGS = (
         "zero_quantized_weights",
         _SWITCH_ON,
         (3,),
-        "gathers of 8 bits in place of 16; losses change",
+        "gathers 8 bits instead of 16; losses change",
         when=_several_slots,
         **_ON_REQUEST,
     ),
@@ -315,7 +318,7 @@ SETTINGS = (
         "zero_quantized_gradients",
         _SWITCH_ON,
         (3,),
-        "reductions of 4 bits in place of 16; losses change",
+        "reduces 4 bits instead of 16; losses change",
         when=_several_slots,
         **_ON_REQUEST,
     ),
@@ -323,7 +326,7 @@ SETTINGS = (
         "offload_optimizer.super_offload",
         _SWITCH_ON,
         (3,),
-        "the host's steps run beside the backward pass; for Superchips",
+        "the optimizer step on the host overlaps the backward pass; for Superchips",
         when=lambda s: s.steps_on_host,
         **_ON_REQUEST,
     ),
@@ -331,7 +334,7 @@ SETTINGS = (
         "bf16",
         _LOW_PRECISION_STATES,
         (1, 2, 3),
-        "master weights, gradients and moments of half the size; losses change",
+        "halves master weights, gradients and moments; losses change",
         # runtime/base_optimizer.py: on the host only DeepSpeedCPUAdam keeps its state in bf16.
         when=lambda s: s.bf16 and (not s.optimizer_offloaded or s.steps_on_host),
         **_ON_REQUEST,

@@ -32,8 +32,8 @@ _METRICS = {
 _METHODS = {"gridsearch": "gridsearch", "random": "random", "model_based": "model"}
 
 _WITHOUT_EFFECT = {
-    "metric_path": "every trial reports to dsat itself",
-    "min_train_batch_size": "the global batch is yours, or that of --train-batch-size",
+    "metric_path": "trials report directly to dsat",
+    "min_train_batch_size": "--train-batch-size sets the global batch",
     "overwrite": "every run has its own folder, and dsat deletes none",
     "model_info": "dsat always profiles the model itself",
     "model_info_path": "dsat always profiles the model itself",

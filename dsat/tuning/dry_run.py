@@ -24,19 +24,19 @@ def describe_plan(ready: Prepared) -> Iterator[str]:
     yield from describe_search(ready.experiment.name, plan, f"on {describe(ready.hosts)}")
     fixed = [key for key in plan.fixed if key not in plan.fix]
     if fixed:
-        yield f"fixed by your configuration: {', '.join(fixed)}"
+        yield f"set by your configuration, so not searched: {', '.join(fixed)}"
     ladder = "; ".join(strategy.label for strategy in rungs(plan))
     if ladder:
-        yield f"if your configuration runs out of memory, these are tried in its place: {ladder}"
+        yield f"if your configuration runs out of memory, dsat tries: {ladder}"
     own, groups = plan.own_batch, plan.parallelism().groups(plan.slots_per_trial)
     yield (
-        f"your own batch: {own.train_batch_size} = micro batch {own.micro_batch} x gradient "
+        f"your global batch: {own.train_batch_size} = micro batch {own.micro_batch} x gradient "
         f"accumulation {own.gas} x {groups}"
     )
     yield from ready.notes
     command = printable(shlex.join(hide_secrets_in_words(ready.program.command())))
     yield f"trial 0 ({first.name}), {count(plan.slots_per_trial, 'rank')} of: {command}"
-    yield f"with {json.dumps(first.overrides)} over {ready.experiment.ds_config_name}"
+    yield f"replacing values of {ready.experiment.ds_config_name}: {json.dumps(first.overrides)}"
 
 
 def describe_search(name: str, plan: Plan, where: str) -> Iterator[str]:

@@ -124,11 +124,13 @@ class LocalSearch:
         ready, engine, profile = self.ready, self._engine, self.run.profile
         assert profile is not None
         if not isinstance(engine, LocalEngine):
-            why_not = "only the local engine simulates a script"
+            why_not = "this engine cannot simulate a script"
         elif engine.needs_command:
-            why_not = "a script is simulated only where its ranks can be started by themselves"
+            why_not = (
+                "the ranks of this script cannot be started by themselves, which simulation needs"
+            )
         elif not ready.hosts[0].is_here:
-            why_not = "a script is simulated only where dsat runs on one of the trials' hosts"
+            why_not = "dsat runs on none of the trials' hosts, which simulation needs"
         else:
             return anchors.of_run(
                 engine,
@@ -220,21 +222,21 @@ def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:
     any_batch = plan.train_batch_size is None and plan.max_train_batch_size is None
     if plan.objective.smaller_is_better and any_batch:
         yield (
-            f"note: {plan.metric} is a time per optimizer step, which small batches make short; "
-            "add --train-batch-size to compare like with like"
+            f"note: {plan.metric} is a time per optimizer step, so the smallest batch wins. Set "
+            "--train-batch-size to compare equal batches"
         )
     yield from (f"note: {note}" for note in ready.notes)
     asked, done = plan.finals or 0, run.finals
     if done is not None and done.over and not run.is_reopened and asked > done.used:
         yield (
-            "warning: the finals of this run are over, and --finals does not extend them: start a "
-            "new run (--run-dir NEW_FOLDER)"
+            "warning: the finals of this run have finished, and --finals cannot extend them. For "
+            "more finals, start a new run (--run-dir NEW_FOLDER)"
         )
     changed = history.difference(run, plan, ready.info)
     if changed is not None:
         yield (
-            f"warning: this run has finished, and its old result is shown, although {changed}: "
-            "start a new run (--run-dir NEW_FOLDER) to measure again"
+            f"warning: {changed}, but this run has finished and shows its old result. To measure "
+            "again, start a new run (--run-dir NEW_FOLDER)"
         )
 
 
@@ -273,7 +275,7 @@ def _train(engine: LocalEngine, best: Trial, *streams: TextIO | None) -> None:
             if trial_id != FULL_RUN_ID:
                 continue
             if outcome.kind is OutcomeKind.OK:
-                _log.info("trained in full length; its output is in %s", folder)
+                _log.info("training finished; its output is in %s", folder)
                 return
             raise SearchFailed(
                 f"{outcome.describe('the full-length run')}. Its log is {folder / 'stderr.log'}.",
@@ -316,22 +318,24 @@ def _blame(trial: Trial, outcome: Outcome) -> str:
         steps, when = outcome.completed_steps, ""
         if steps:
             when = f", after {count(steps, 'optimizer step')}"
-        return f" This is your script's own error, under your own configuration{when}."
+        is_own = trial.kind is TrialKind.BASELINE
+        where = "with your own configuration" if is_own else "before deepspeed.initialize"
+        return f" This is your script's own error, {where}{when}."
     return (
-        f" Your own configuration had failed before: this was {trial.strategy} with micro batch "
-        f"{trial.batch.micro_batch}, tried in its place."
+        f" Your own configuration had failed before. This trial ran {trial.strategy} with micro "
+        f"batch {trial.batch.micro_batch} instead."
     )
 
 
 def _does_not_fit(run: Run) -> str:
     ran = [run.trials[i].name for i, outcome in run.outcomes.items() if outcome.ok]
     if ran:
-        return f" Only {ran[0]} ran, which profiled the model: allow more trials (--max-trials)."
+        return f" Only {ran[0]} ran, to profile the model: allow more trials (--max-trials)."
     tried = [t.strategy for t in run.trials.values() if t.kind is TrialKind.PROFILE]
     allowed = "" if 3 in run.plan.searched_stages else ", higher --zero-stages"
     several = run.plan.slots_per_trial > 1
     shared = ", --search tensor_parallel.autotp_size sequence_parallel_size" if several else ""
     return (
-        f" The model does not fit at the smallest micro batch, tried with {', '.join(tried)}: use "
+        f" The model does not fit even at the smallest micro batch with {', '.join(tried)}. Use "
         f"more devices{allowed}{shared}, or --nvme-path."
     )

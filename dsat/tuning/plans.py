@@ -96,7 +96,7 @@ def drop_faulty_stages(plan: Plan, version: str | None, *, is_listed: bool) -> P
     known = version or ""
     for fault in own:
         whose = "may have" if fault.unseen else "has"
-        _log.warning("your own configuration %s a known fault: %s", whose, fault.describe(known))
+        _log.warning("your configuration %s a known fault: %s", whose, fault.describe(known))
     stage = of_config(config).stage
     accumulates = gas if plan.train_batch_size is None else max(gas, 2)
     faulty = []
@@ -143,10 +143,9 @@ def _global_batch(
         wanted = is_asked and given != ANY
         if is_listed or wanted or settings.max_train_batch_size is not None:
             raise UserInputError(
-                "leaves gradient accumulation to the script, so dsat cannot reach a global batch "
-                "size by it",
+                "leaves gradient accumulation to the script, so dsat cannot set a global batch",
                 where="managed_gradient_accumulation: false",
-                hint="Leave out the global batch size and the list of accumulation steps.",
+                hint="Remove the global batch size and the list of accumulation steps.",
             )
         return None
     if isinstance(given, int):
@@ -188,7 +187,7 @@ def _check_metric(settings: Settings) -> None:
     """Raise UserInputError for a metric that the method or a searched switch does not support."""
     if SEARCHES[settings.method].needs_time and not METRICS[settings.metric].of_time:
         raise UserInputError(
-            f"{settings.method} predicts only times and rates, and {settings.metric} is neither",
+            f"{settings.method} predicts only times and rates, but {settings.metric} is neither",
             where=settings.name_of("metric"),
             hint="Use another method, such as random.",
         )
@@ -196,7 +195,7 @@ def _check_metric(settings: Settings) -> None:
         metric = SWITCHES[name].metric if name in SWITCHES else ""
         if metric not in ("", settings.metric):
             raise UserInputError(
-                f"{name} changes how many tokens a sample has, so trials compare by {metric} only",
+                f"{name} changes the tokens per sample, so trials can only be compared by {metric}",
                 where=settings.name_of("metric"),
                 hint=f"Use --metric {metric}.",
             )
@@ -269,9 +268,10 @@ def check_micro_batches(rule: BatchRule) -> None:
             hint=f"Choose a multiple of {rule.most_groups * rule.divisible_by}{of_slots}.",
         )
     raise UserInputError(
-        "no micro batch is left to try: what you listed, --divisible-by, the smallest and largest "
-        f"micro batch and the global batch exclude each other on {_groups(rule)}",
+        f"no micro batch is left to try on {_groups(rule)}: none satisfies your list of values, "
+        "--divisible-by, --min-micro-batch, --max-micro-batch and the global batch together",
         where=_MICRO_BATCH,
+        hint="Remove one of these limits.",
     )
 
 
@@ -307,12 +307,12 @@ def _kept_batch(settings: Settings, plan: Plan) -> str:
         return ""
     if leaves_nothing_to_trade(plan):
         return (
-            f"your global batch of {size} is one sample per device, without accumulation: nothing "
-            "can be traded. --train-batch-size any also searches larger micro batches"
+            f"your global batch of {size} is one sample per device, so the micro batch cannot "
+            "grow. --train-batch-size any also searches larger batches, which change the training"
         )
     return (
         f"the search keeps your global batch of {size}. --train-batch-size any also searches "
-        "others, which change the training"
+        "other global batches, which change the training"
     )
 
 
@@ -324,8 +324,8 @@ def _name_without_effect(settings: Settings, plan: Plan) -> str:
     if not names:
         return ""
     return (
-        f"{', '.join(names)} cannot be searched here: your configuration, its number format or the "
-        "machine leaves no other value to try"
+        f"{', '.join(names)} cannot be searched: your configuration, its precision or this machine "
+        "allows only one value"
     )
 
 

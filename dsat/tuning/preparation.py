@@ -42,7 +42,7 @@ from dsat.values.files import digest
 from dsat.values.text import hide_secrets_in_words
 
 # Why each trial runs the user's command again, after ranks that dsat itself started had failed.
-FAILED_BY_THEMSELVES = "they failed, started by dsat, in an earlier trial"
+FAILED_BY_THEMSELVES = "when dsat started them in an earlier trial, they failed"
 _log = logging.getLogger(__name__)
 
 
@@ -113,9 +113,11 @@ def prepare_run(settings: Settings, line: CommandLine | None = None) -> Iterator
             ready = _prepare(settings, line, acquired)
         except KeyboardInterrupt:
             if settings.resume and not settings.dry_run:
-                _log.info("interrupted before the search resumed: run the same command again")
+                _log.info(
+                    "interrupted before the search resumed: to resume, run the same command again"
+                )
             elif not settings.dry_run:
-                _log.info("interrupted before the first trial was measured: start it again")
+                _log.info("interrupted before the first trial was measured: start the search again")
             raise
         yield ready
 
@@ -133,7 +135,10 @@ def _prepare(
     if engine == places.AUTO:
         engine = places.detect(Environment(os.environ, dict(source.program.launch.hosts)))
         if engine != "local":
-            _log.info("--engine %s was detected (--engine local takes this machine alone)", engine)
+            _log.info(
+                "using --engine %s, which was detected; --engine local uses only this machine",
+                engine,
+            )
     _check_before_running(settings, source, engine)
     _check_packages(settings, source)
     # The command runs before the devices are inspected, so that its errors show at once.
@@ -154,7 +159,7 @@ def _prepare(
         _check_results(section)
     _check_packages(settings, source)
     defaults = installed_deepspeed.check(source.experiment, source.program)
-    with slow.logged(_log, "looking at the accelerators"):
+    with slow.logged(_log, "inspecting the accelerators"):
         place = hosts_of.acquire_hosts(engine, source.program, settings.place_options, in_use)
         hosts = acquired.enter_context(place)
     source, hosts, slots = _choose_slots(settings, source, hosts)
@@ -181,15 +186,15 @@ def _check_before_running(settings: Settings, source: Source, engine: str) -> No
     """Raise UserInputError for mistakes that show without running the command."""
     if settings.search_runner_config is not None:
         raise UserInputError(
-            "is for a Determined cluster, and trials run on this machine",
+            "works only on a Determined cluster, but trials run on this machine",
             where=f"--search-runner-config {settings.search_runner_config}",
-            hint="Leave it out, or use --engine determined.",
+            hint="Remove it, or use --engine determined.",
         )
     if engine == "local" and source.program.launch.nodes > 1:
         raise UserInputError(
-            f"starts ranks on {source.program.launch.nodes} machines, and trials run on this one",
+            f"starts ranks on {source.program.launch.nodes} machines, but trials run on this one",
             where="entrypoint",
-            hint="On several machines: deepspeed --hostfile FILE, or a job of Slurm's.",
+            hint="For several machines, use deepspeed --hostfile FILE, or dsat in a Slurm job.",
         )
     _check_settings(settings, source)
     if source.unknown == sources.PROGRAM:
@@ -252,7 +257,7 @@ def _choose_slots(
     program, available = source.program, all_slots(hosts, source.program)
     if program.needs_command and len(hosts) > 1:
         raise UserInputError(
-            "runs on one machine only: its ranks cannot be started by themselves, because "
+            "runs on one machine only, because its ranks cannot be started by themselves: "
             f"{program.needs_command}",
             where="command",
             hint="Use --engine local, or let torchrun or deepspeed start the ranks of a script.",
@@ -279,7 +284,7 @@ def searcher_of_full_run(experiment: Experiment, *needed: str) -> Mapping[str, A
         raise UserInputError(
             f"there is no {missing[0]}",
             where=f"{experiment.path}: searcher",
-            hint="--run-full-experiment trains by it.",
+            hint="--run-full-experiment needs it.",
         )
     return searcher
 

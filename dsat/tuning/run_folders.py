@@ -50,11 +50,11 @@ def check(settings: Settings, name: str) -> Path | None:
         )
     elif folder is not None and (folder / summary.SUMMARY_FILE).exists():
         raise UserInputError(
-            "holds the results of another search, which has no journal here",
+            "contains results of another search, without the journal that --resume needs",
             where=str(folder),
             hint="Choose another folder.",
         )
-    check_can_be_made(folder or RUNS_FOLDER, "Name another folder by --run-dir.")
+    check_can_be_made(folder or RUNS_FOLDER, "Name another folder with --run-dir.")
     return folder
 
 
@@ -62,7 +62,7 @@ def _find_run(folder: Path | None, name: str) -> Path:
     """Return the folder of the run to resume: `folder`, or the newest run called `name`."""
     if folder is not None:
         if not _can_resume(folder):
-            raise UserInputError("holds no run to resume on this machine", where=str(folder))
+            raise UserInputError("contains no run that this machine can resume", where=str(folder))
         return folder
     stem = _stem(name)
     newest_first = (RUNS_FOLDER / f"{stem}-{n}" for n in sorted(_numbers(stem), reverse=True))
@@ -86,7 +86,7 @@ def check_can_be_made(folder: Path, hint: str) -> None:
     """Raise UserInputError if a folder cannot be made or written to."""
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
-        problem = "may not be written to" if os.path.isdir(there) else "is not a folder"
+        problem = "is not writable" if os.path.isdir(there) else "is not a folder"
         raise UserInputError(problem, where=str(there), hint=hint)
 
 
@@ -133,7 +133,7 @@ def earlier_runs(folder: Path, plan: Plan, info: Mapping[str, Any]) -> list[Run]
             )
         elif _has_errors_to_retry(run):
             _set_aside(journal)
-            _log.info("trials that failed are run again")
+            _log.info("running the failed trials again")
     aside = sorted(
         folder.glob(f"{Path(FILE_NAME).stem}-*.jsonl"),
         key=lambda path: (len(path.name), path.name),  # by number

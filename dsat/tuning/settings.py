@@ -46,7 +46,7 @@ ALL = "all"  # stands for all settings in --search and --keep
 
 def _setting(value: Any) -> str:
     if value not in (*SETTING_NAMES, ALL):
-        hint = did_you_mean(str(value), SETTING_NAMES) + "`dsat tune --help` lists them."
+        hint = did_you_mean(str(value), SETTING_NAMES) + "`dsat tune --help` lists all settings."
         raise ValueError(f"there is no setting {value!r}. {hint}")
     return str(value)
 

@@ -44,7 +44,7 @@ def make_line(ready: Prepared, run: Run, folder: Path) -> str:
     if ready.line is None:
         return (
             f"dsat.tune(..., run_dir={str(folder.absolute())!r}, resume=True, "
-            "run_full_experiment=True), the rest as before"
+            "run_full_experiment=True), with your other arguments as before"
         )
     more = ["--run-full-experiment"]
     if run.stop_reason is None:  # interrupted: train, and do not search on

@@ -260,7 +260,7 @@ def master_refuses_operations_once(there: OnCluster, command: Command) -> None:
 @pytest.mark.parametrize(
     ("harm", "runner", "said"),
     [
-        (runner_is_canceled, "CANCELED", "canceled, and with it experiment 2"),
+        (runner_is_canceled, "CANCELED", "canceled, together with experiment 2"),
         (search_is_killed, "COMPLETED", "experiment 2 was ended from outside"),
         (search_is_canceled, "COMPLETED", "experiment 2 was ended from outside"),
         (master_refuses_events, "COMPLETED", "the master refuses: "),

@@ -60,7 +60,9 @@ def test_where_trials_run(
     if engine == "auto" and "DET_MASTER" in env and master == FAR:
         choice = choose("auto", fits=False)
         assert choice.master is None
-        assert choice.reason.startswith("DET_MASTER is set, but a cluster runs experiment files")
+        assert choice.reason.startswith(
+            "DET_MASTER is set, but a cluster runs only experiment files"
+        )
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", '{"masters": 3}', '{"masters": {"a": null}}'])

@@ -154,7 +154,7 @@ def test_only_a_search_is_followed(master: StandIn, capsys: pytest.CaptureFixtur
     config = {"entrypoint": "x", "searcher": {"name": "custom", "metric": "loss"}}
     master.cluster.create_experiment(json.dumps(config), b"", "tester")
     assert main.main(["watch", "1"]) == 2
-    assert "no search of dsat" in refused(capsys)
+    assert "not a search of dsat" in refused(capsys)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_how_long_a_request_is_repeated(
     said = re.findall(r"the master (?:does not answer|answers with an error) \(", told.err)
     assert len(said) == (len({*statuses} - {200}) if sum(pauses) else 0)
     if statuses[-1] != 200:
-        assert "no longer followed" in told.err and "dsat watch 1" in told.err
+        assert "dsat no longer follows" in told.err and "dsat watch 1" in told.err
         assert ("credentials" in told.err) is (statuses[-1] in (401, 403))
 
 

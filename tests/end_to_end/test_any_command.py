@@ -48,7 +48,7 @@ def test_a_program_in_the_command_itself_is_run_again_in_each_trial(tmp_path: Pa
     command = ["python", "-c", (place / "alone.py").read_text()]
     told = typed(place, *options.split(), "--", *command)
     assert told.status == 0, told
-    assert "starts 1 rank. Each trial runs it again" in " ".join(told.err.split())
+    assert "starts 1 rank. Each trial runs the whole command" in " ".join(told.err.split())
     assert not processes_of(place / "run")
     run = run_of(place / "run")
     assert set(kinds_of(run)) == {OutcomeKind.OK} and len(run.trials) == 3

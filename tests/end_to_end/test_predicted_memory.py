@@ -77,7 +77,7 @@ def test_a_script_that_cannot_be_simulated_says_why(tmp_path: Path, cache: Path)
     done = estimate("--ds-config", "ds.json", "--", "train.py", cwd=tmp_path, cache=cache)
     assert done.status == 1
     assert "the model cannot be simulated" in done.err and "no data here" in done.err
-    assert "`dsat tune` also searches scripts that cannot be simulated" in done.err
+    assert "`dsat tune` works without simulation" in done.err
     assert "Traceback" not in done.err
 
 

@@ -69,7 +69,7 @@ def test_interrupted_before_its_training(place: Path, monkeypatch: pytest.Monkey
     os.killpg(background.process.pid, signal.SIGINT)
     told = background.end()
     assert told.status == EXIT_INTERRUPTED and told.out == ""
-    last = "interrupted before the first trial was measured: start it again"
+    last = "interrupted before the first trial was measured: start the search again"
     assert told.err.splitlines()[-1] == last
     assert not (place / "run").exists()
 

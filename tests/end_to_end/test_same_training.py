@@ -68,7 +68,7 @@ def test_honest_changes_train_the_same_and_faults_are_seen(
     if fault == "runs":
         assert found == Finding(Agreement.SAME)
     else:
-        assert found.differs and "its loss in step" in found.reason, found
+        assert found.differs and "Its loss in step" in found.reason, found
 
 
 def test_a_script_that_autocasts_by_itself_is_not_accused_of_its_rounding(alone: Trainings) -> None:

@@ -50,7 +50,7 @@ def bench_of(place: Path, *command: str, slots: int = 1, **seen: Any) -> Iterato
     assert not processes_of(folder)
 
 
-ALONE: dict[str, Any] = {"needs_command": "their program is in no file"}
+ALONE: dict[str, Any] = {"needs_command": "the program is not in a file"}
 
 
 @pytest.mark.parametrize(

@@ -262,7 +262,7 @@ def test_hosts_that_stop_or_die_leave_the_run_and_a_trial_runs_elsewhere(
         [(_, outcome)] = bench.engine.poll(PATIENCE_S)
         assert outcome.ok, (outcome, bench.log(trial))
         [warning] = [line for line in warnings_of(outcome) if "host" in line]
-        assert warning == "host host1 is not used any more: it has not answered for 30 s"
+        assert warning == "host host1 is no longer used: it has not answered for 30 s"
         folders = [path.name for path in (tmp_path / "trials").iterdir() if path.is_dir()]
         assert folders == [trial.name]
         assert not any(map(is_alive, first))
@@ -293,9 +293,9 @@ supervisor.Supervisor().run()
 @pytest.mark.parametrize(
     ("name", "answer", "told"),
     [
-        (".seen-", "''", r"host1 does not share the run's folder .*--run-dir"),
-        ("train.py", "''", "host1 has no .*/train.py: put it on a file system"),
-        ("ds_config.json", "'f00'", "host1 has another .*/ds_config.json than this machine"),
+        (".seen-", "''", r"host1 does not see the run's folder .*--run-dir"),
+        ("train.py", "''", "host1 has no .*/train.py. Put it on a file system"),
+        ("ds_config.json", "'f00'", "host1 has a different .*/ds_config.json than this machine"),
     ],
 )
 def test_hosts_with_other_files_are_refused(

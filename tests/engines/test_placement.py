@@ -46,7 +46,7 @@ def engine_of(hosts: ScriptedHosts, tmp_path: Path) -> Make:
 def test_devices_are_not_looked_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that queries a stuck driver never returns."""
     monkeypatch.setattr(machine, "_FIND_LIMIT_S", 0.3)
-    with pytest.raises(EngineError, match=r"no answer within 0\.3 s: imports are that slow"):
+    with pytest.raises(EngineError, match=r"no answer within 0\.3 s: imports are slow"):
         machine.find_machines({"this machine": ("sh", "-c", "exec sleep 600")})
 
 
@@ -189,7 +189,7 @@ def test_a_host_that_is_lost_takes_its_slots_along(hosts: ScriptedHosts, engine_
     [(_, outcome)] = engine.poll(5)
     assert outcome.ok and engine.num_slots == 8
     assert [given.host for given in hosts.given[1]] == [0, 1, 0, 2]
-    assert "host b is not used any more: it burnt" in outcome.warnings
+    assert "host b is no longer used: it burnt" in outcome.warnings
     hosts.lost = {1, 2}
     engine.launch(trial_of(2))
     told = r"8 devices, and 4 of 12 still work \(host b: it burnt; host c: it burnt\).*--resume"

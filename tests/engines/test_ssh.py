@@ -111,7 +111,7 @@ def test_this_machine_comes_first_and_is_named_once() -> None:
     assert found[0].prefix == ()
     assert found[1].prefix[1:] == ("-m", "dsat.engines.places.ssh_run", "--port", "2222", "far")
     assert found[0].address == "127.0.0.1", "by which the other one reaches it"
-    with pytest.raises(UserInputError, match="names this machine twice: head, localhost"):
+    with pytest.raises(UserInputError, match="lists this machine twice: head, localhost"):
         ssh.reach(["head", "localhost"], None)
 
 
@@ -127,7 +127,7 @@ def test_an_address_of_this_machine_behind_a_port_or_a_proxy_may_be_another_host
         [found] = ssh.reach([name], port)
         assert found.is_here is is_here, name
         assert bool(found.prefix) is not is_here
-    with pytest.raises(UserInputError, match="names this machine twice: head, back"):
+    with pytest.raises(UserInputError, match="lists this machine twice: head, back"):
         ssh.reach(["head", "back"], None)
     for name in ("tunnel", "jump"):
         told = rf"ssh reaches host {name} at 127\.0\.0\.1, an address of this machine.*HostName"

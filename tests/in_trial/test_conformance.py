@@ -34,10 +34,10 @@ def told_of(clock: Clock, arguments: dict[str, Any], **settings: Any) -> Outcome
 @pytest.mark.parametrize(
     ("arguments", "slots", "problem"),
     [
-        ({"mpu": SimpleNamespace(get_data_parallel_world_size=lambda: 1)}, 4, "an mpu of its own"),
+        ({"mpu": SimpleNamespace(get_data_parallel_world_size=lambda: 1)}, 4, "its own mpu"),
         ({"model": Mine()}, 4, "was given a PipelineModule"),
         ({}, 8, "4 ranks on 8 devices"),
-        ({}, 1, "4 ranks on 1 device:"),
+        ({}, 1, "4 ranks on 1 device."),
         ({"model": torch.nn.Linear(1, 1)}, 4, ""),
         ({"mpu": None, "mesh_param": None}, 4, ""),
         ({"mpu": SimpleNamespace(get_data_parallel_world_size=lambda: 4)}, 4, ""),

@@ -160,7 +160,7 @@ def test_a_script_is_blamed_whatever_of_dsat_is_around_it(
     scripts: Scripts, script: str, said: str
 ) -> None:
     outcome = scripts.run(script).outcome
-    assert said in outcome.message and "inside dsat" not in outcome.message
+    assert said in outcome.message and "error in dsat" not in outcome.message
     assert os.path.join("dsat", "in_trial") not in outcome.detail
 
 
@@ -169,7 +169,7 @@ def test_a_line_of_dsats_own_is_told_so() -> None:
     with pytest.raises(AttributeError) as caught:
         failures.classify_text(text)
     found = failures.outcome(caught.value)
-    assert "inside dsat" in found.message
+    assert "error in dsat" in found.message
     assert str(Path(failures.__file__).parent) in found.detail
 
 
@@ -181,7 +181,7 @@ def test_torch_below_the_modes_of_a_simulation_is_the_scripts() -> None:
     model = BorrowedModel(initialize, {"model": torch.nn.Linear(2, 2)}, {})
     with pytest.raises(Exception) as caught:  # noqa: PT011
         model.engine_for_the_script()
-    assert "inside dsat" not in failures.outcome(caught.value).message
+    assert "error in dsat" not in failures.outcome(caught.value).message
 
 
 EXITS = """
@@ -217,7 +217,7 @@ def test_the_reason_is_kept_where_a_framework_ends_the_script(
 )
 def test_what_to_write_for_auto_without_a_hidden_size_is_said(text: str) -> None:
     said = failures.message(ValueError(text))
-    assert "reduce_bucket_size is its square" in said and "leave the settings out" in said
+    assert "hidden_size squared for reduce_bucket_size" in said and "Remove these" in said
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_accumulation_of_the_scripts_own_is_measured_by_real_steps(
 @pytest.mark.parametrize(
     ("gas", "own_gas", "own", "refusal"),
     [
-        (1, 4, 4, "is 1 instead of 4: accumulation is a constant"),
+        (1, 4, 4, "it is 1 instead of your 4"),
         (8, 4, 4, "steps was full"),  # perhaps the end of an epoch
         (4, 4, 4, ""),
         (1, 2, 8, ""),  # always four times as many

@@ -115,7 +115,7 @@ make_engine(mpu=groups)
     [
         (f"{ARGUMENTS}arguments()", {"TrainingArguments.colour": 1}, "has no field colour"),
         ("train(make_engine())", {"--seed": "3", "optim": "x"}, "optim is a field of TrainingArg"),
-        (GROUPS, {"attn_implementation": "eager"}, "where it is Ulysses'"),
+        (GROUPS, {"attn_implementation": "eager"}, "Ulysses needs its own"),
         ("train(make_engine())", {"attn_implementation": "eager"}, "no known switch"),
         ("train(make_engine())", {"gradient_checkpointing": True}, "no known switch"),
     ],

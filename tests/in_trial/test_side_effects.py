@@ -107,7 +107,7 @@ def test_its_own_files_are_the_trainings(scripts: Scripts, out: Path) -> None:
 @pytest.mark.parametrize(
     ("reads", "said"),
     [
-        ("torch.save([1], 'best.pt'); open('best.pt')", "dsat did not write it"),
+        ("torch.save([1], 'best.pt'); open('best.pt')", "dsat did not write this"),
         ("open('other.pt')", ""),
         ("os.makedirs(out)", "same folder"),
     ],

@@ -184,7 +184,7 @@ def test_where_an_import_initialises_cuda_ranks_are_fresh_processes(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-0b,MIG-0a")
     found = find_machine()
     assert found.devices == ("MIG-0b",)
-    assert found.left_out == ("cuda MIG-0a is left out: CUDA gives a process one MIG device",)
+    assert found.left_out == ("cuda MIG-0a is not used: CUDA gives a process only one MIG device",)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-0b")
     spoilt = tmp_path / "modules"
     spoilt.mkdir()
@@ -247,7 +247,7 @@ def test_devices_are_chosen_as_the_user_chose_them(
     assert found.device_memory_bytes == (8 * _GIB, 4 * _GIB)
     assert found.memory_bytes == 4 * _GIB
     assert found.device_names == ("Null H100", "Null T4")
-    in_use = r"cuda 1 is in use by other programs \(6\.\d+ GiB of 8 GiB\), and is left out"
+    in_use = r"cuda 1 is in use by other programs \(6\.\d+ GiB of 8 GiB\), so it is not used"
     assert re.search(in_use, found.describe())
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{machine.uuid(2)},{machine.uuid(1)}")
     found = find_machine()

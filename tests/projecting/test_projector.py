@@ -122,7 +122,7 @@ def test_only_runs_of_the_same_model_correct_a_projection() -> None:
     assert found and all(metrics.latency > 0 for _, _, metrics in found)
     with pytest.raises(UserInputError, match="another model"):
         projector.measured(past, traced(params=1.1))
-    with pytest.raises(UserInputError, match="another length"):
+    with pytest.raises(UserInputError, match="lengths differ"):
         projector.measured(past, traced(flops=3.0))
 
 

@@ -41,10 +41,10 @@ def disqualification(norms: dict[int, float], own: int, pick: int, version: str 
 @pytest.mark.parametrize(
     ("norms", "own", "pick", "version", "verdict"),
     [
-        ({2: WRONG, 1: RIGHT}, 1, 2, "0.18.2", f"Likely wrong is {NAMES[1]}"),
-        ({2: WRONG, 1: RIGHT}, 2, 1, "0.18.2", f"Likely wrong is {NAMES[0]}"),
-        ({2: WRONG, 1: RIGHT, 3: RIGHT}, 2, 1, "0.19.8", f"Likely wrong is {NAMES[0]}"),
-        ({2: WRONG, 1: RIGHT, 3: RIGHT}, 1, 2, None, f"Likely wrong is {NAMES[1]}"),
+        ({2: WRONG, 1: RIGHT}, 1, 2, "0.18.2", f"Likely wrong: {NAMES[1]}"),
+        ({2: WRONG, 1: RIGHT}, 2, 1, "0.18.2", f"Likely wrong: {NAMES[0]}"),
+        ({2: WRONG, 1: RIGHT, 3: RIGHT}, 2, 1, "0.19.8", f"Likely wrong: {NAMES[0]}"),
+        ({2: WRONG, 1: RIGHT, 3: RIGHT}, 1, 2, None, f"Likely wrong: {NAMES[1]}"),
         ({2: WRONG, 1: RIGHT}, 2, 1, None, "Either may be wrong"),
     ],
     ids=["fault", "own fault", "own, by a third", "by a third", "without a third"],

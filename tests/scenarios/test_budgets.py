@@ -237,7 +237,7 @@ def test_an_own_batch_outside_of_what_was_asked_for_is_measured_and_replaced(
     assert told.trials[0]["train_batch_size"] == 24 and told.json["own_value"] > 0
     assert told.best["train_batch_size"] == 8
     assert told.json["best_value"] < told.json["own_value"]
-    assert "outside the batch sizes" in "\n".join(told.json["verdict"])
+    assert "batch sizes are not those that you asked for" in "\n".join(told.json["verdict"])
 
 
 # -- memory

@@ -229,7 +229,7 @@ def test_if_every_leader_trains_otherwise_ones_own_is_kept(tmp_path: Path) -> No
 def test_losses_are_compared_only_where_they_repeat(tmp_path: Path) -> None:
     world: dict[str, Any] = {"effects": faster(1, 1.4), "trains_otherwise": ("z1",)}
     _, told = tuned(tmp_path / "unseeded", *FIXED, seeded=False, **world)
-    assert told.best["stage"] == 1 and "not seeded" in "\n".join(told.json["verdict"])
+    assert told.best["stage"] == 1 and "sets no seed" in "\n".join(told.json["verdict"])
     _, told = tuned(tmp_path / "larger", own=1, method="model", **world)
     assert told.best["train_batch_size"] > 2
     assert "global batch size differs" in "\n".join(told.json["verdict"])

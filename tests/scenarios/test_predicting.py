@@ -225,7 +225,7 @@ def test_if_no_strategy_fits_the_ways_out_are_named(
     path = str(user.folder / "config.json")
     shown = user.types("estimate", "--model", path, *words).out
     assert [way for way in (*ways, *told.json["chosen"]) if way not in shown] == []
-    assert "does not fit by" in shown and "nvme" not in shown and "pin_memory" not in shown
+    assert " lacks " in shown and "nvme" not in shown and "pin_memory" not in shown
 
 
 @pytest.mark.slow

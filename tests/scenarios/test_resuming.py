@@ -128,7 +128,7 @@ def test_a_finished_run_is_told_again_and_nothing_is_run(user: User) -> None:
     assert [r["name"] for r in again.trials] == [r["name"] for r in first.trials]
     assert again.json["best"] == first.json["best"] and again.json["gain"] == first.json["gain"]
     more = user.tunes("--max-trials", 10, "--finals", 20, "--resume")
-    assert "--finals does not extend them" in more.err and len(more.trials) == len(first.trials)
+    assert "--finals cannot extend them" in more.err and len(more.trials) == len(first.trials)
     fewer = user.tunes("--max-trials", 5, "--resume")
     assert fewer.status == 0 and len(fewer.trials) == len(first.trials)
 

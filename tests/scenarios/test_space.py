@@ -216,7 +216,7 @@ def test_a_script_that_feeds_a_fixed_batch_is_asked_for_another_once(
     assert any(line.startswith("Micro batch: not searched") for line in told.json["verdict"])
 
 
-@pytest.mark.parametrize("refusal", ["", "feeds 4 samples again", "accumulation is a constant"])
+@pytest.mark.parametrize("refusal", ["", "feeds 4 samples again", "its accumulation is constant"])
 @pytest.mark.parametrize("method", EACH_METHOD)
 def test_the_flag_of_a_fixed_batch_follows_the_micro_batch(
     user: User, method: str, refusal: str
@@ -245,7 +245,9 @@ def test_the_flag_of_a_fixed_batch_follows_the_micro_batch(
     needs = [line for line in told.json["verdict"] if f"needs --batch-size {size}" in line]
     assert bool(needs) is (size != 4)
     said = [line for line in told.json["verdict"] if line.startswith("Micro batch: not searched")]
-    assert bool(said) == bool(refusal) and all(f"With --batch-size: {refusal}" in x for x in said)
+    assert bool(said) == bool(refusal) and all(
+        f"A trial with --batch-size failed: {refusal}" in x for x in said
+    )
 
 
 @pytest.mark.parametrize("method", EACH_METHOD)

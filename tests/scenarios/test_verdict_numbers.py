@@ -144,9 +144,9 @@ def test_longer_sequences_need_what_the_world_says(user: User, option: bool) -> 
     longer = dataclasses.replace(user.world, model=model)
     zero = {"stage": 0, **user.best_config()["zero_optimization"]}
     size = told.best["train_micro_batch_size_per_gpu"]
-    need = float(re.findall(r"need ([\d.]+) GiB", line)[0]) * GIB
+    need = float(re.findall(r"predicted ([\d.]+) GiB", line)[0]) * GIB
     assert need == pytest.approx(longer.memory_bytes(with_defaults(zero), size), rel=0.1)
-    assert f"With {4 * seen} " in line and ("--max-seq-length)" in line) is option
+    assert f"of {4 * seen} tokens" in line and ("--max-seq-length)" in line) is option
     fits = int(re.findall(r"--max-micro-batch (\d+)", line)[0])
     assert math.isclose(fits, longer.largest_micro_batch(with_defaults(zero)), abs_tol=1)
 
@@ -168,7 +168,7 @@ def test_what_the_scripts_code_must_say_has_the_best_batch(user: User) -> None:
     size, gas = (told.best[key] for key in ("train_micro_batch_size_per_gpu", GAS))
     line = line_of(told, "script")
     assert f"per_device_train_batch_size={size}, {GAS}={gas})" in line
-    assert f"accumulate_grad_batches={gas})" in line and "best_ds_config.json in place" in line
+    assert f"accumulate_grad_batches={gas})" in line and "best_ds_config.json instead" in line
 
 
 def test_an_uncertain_measurement_does_not_hide_a_sure_gain(user: User) -> None:

@@ -38,7 +38,7 @@ def test_cards_are_found_as_people_and_drivers_name_them(given: str) -> None:
     ],
 )
 def test_another_card_of_a_similar_name_is_not_taken_for_it(given: str) -> None:
-    with pytest.raises(UserInputError, match=r"unknown card .*; known cards: A100-40GB"):
+    with pytest.raises(UserInputError, match=r"unknown GPU .*; known GPUs: A100-40GB"):
         cards.find(given)
 
 

@@ -64,14 +64,14 @@ def test_a_strategy_that_cannot_be_simulated_costs_the_others_nothing(lost: set[
     stages = [of_config(anchor.config).stage for anchor in found.anchors]
     assert stages == [stage for stage in range(4) if stage not in lost]
     assert all(anchor.estimate.source == SIMULATED for anchor in found.anchors)
-    why = "predicted by formula: NotImplementedError: no fake kernel"
+    why = "not simulated, so predicted by formula: NotImplementedError: no fake kernel"
     assert said == [f"stage {stage}: {why}" for stage in sorted(lost)]
 
 
 @pytest.mark.parametrize(
     ("largest", "bytes_per_sample", "note"),
     [
-        (16, 20 * MIB, "up to 16 have plenty of room"),
+        (16, 20 * MIB, "up to 16 clearly fit"),
         (1000, 1, "no GPU here"),
         (10**5, 20 * MIB, "no GPU here"),
     ],

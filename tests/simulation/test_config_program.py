@@ -101,7 +101,7 @@ def test_a_refusal_does_not_blame_fake_parameters(tmp_path: Path) -> None:
     server._fakes = FakeParameters()
     server._fakes.fake_bytes = 1
     assert server.failed(InvalidTrial("--seq-length: too long")) == ""
-    assert "were fake" in server.failed(RuntimeError("a shape"))
+    assert "simulated without data" in server.failed(RuntimeError("a shape"))
 
 
 @pytest.mark.parametrize("message", ["Resource temporarily unavailable", "out of memory"])

@@ -8,7 +8,7 @@ from testing.scenarios import User
 from testing.world import Failure, World
 
 OOM = Failure("OOM", {"kind": "baseline"}, "out of memory")
-INSIDE_DSAT = "an error inside dsat, not of your script: KeyError"
+INSIDE_DSAT = "an error in dsat, not in your script: KeyError"
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_a_launcher_is_told_of_the_machines_that_a_job_has(
     for engine in ("slurm", "auto"):
         assert plan_of(command, engine) == (slots, 2)
     if slots > 2:
-        with pytest.raises(UserInputError, match="2 machines, and trials run on this one"):
+        with pytest.raises(UserInputError, match="2 machines, but trials run on this one"):
             plan_of(command, "local")
 
 

@@ -46,12 +46,12 @@ def dry_run(folder: Path, slots: int, config: dict[str, Any], *options: str) -> 
         *(*options, "--", "train.py"),
     )
     assert told.status == 0, told.err
-    ladder = re.search(r"tried in its place: (.*)", told.out)
+    ladder = re.search(r"dsat tries: (.*)", told.out)
     return DryRun(
         re.findall(r"trial 0 \(baseline_(\w+)_gas", told.out)[0],
         _short(ladder[1]).replace(";", ",") if ladder else "",
         ", ".join(map(_short, re.findall(r"^  (stage[^:]*):", told.out, re.M))),
-        re.findall(r"your own batch: .* x (.*)", told.out)[0],
+        re.findall(r"your global batch: .* x (.*)", told.out)[0],
     )
 
 

@@ -175,8 +175,8 @@ class CompilerLocks:
         for path, made_ns in self._first.items():
             if time.time() - made_ns / 1e9 > _OLD_S and _torch_waits_for_files():
                 _log.warning(
-                    "trials wait for the lock %s, which an earlier process has left: remove it, "
-                    "unless something compiles there",
+                    "trials wait for an old lock file. Delete %s, unless a process is still "
+                    "compiling there",
                     path,
                 )
 

@@ -138,7 +138,9 @@ class Supervisor:
                 self._reap()
                 self._kill_overdue()
                 if self._has_stuck_rank():
-                    sys.stderr.write("dsat: a rank waits for a driver, and cannot be ended\n")
+                    sys.stderr.write(
+                        "dsat: a rank hangs in a device driver, and cannot be killed\n"
+                    )
                     return
         finally:
             until = time.monotonic() + _TRACKED_WITHIN_S  # one deadline for all trials

@@ -21,8 +21,8 @@ from dsat.in_trial.adapters import install as adapters
 # afterwards (`background_thread_prefork0`).
 _THREADS_THAT_MAY_FORK = frozenset({"jemalloc_bg_thd"})
 _STARTED_THREADS = (
-    "importing {modules} started threads, and then no process can be forked. The library may have "
-    "a variable that switches them off"
+    "importing {modules} started threads, which prevents forking; a variable of the library may "
+    "turn them off"
 )
 _PROBE_LIMIT_S = 60
 _THREADS_END_WITHIN_S = 2.0

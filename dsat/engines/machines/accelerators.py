@@ -68,7 +68,7 @@ def _inspect() -> Machine:
     used = {device.device: device.describe_use(name) for device in found if device.is_busy}
     kept = [device.device for device in idle]
     threads = len(host_limits.usable_cores())
-    few = f"{len(kept)} devices share {threads} hardware threads, which trials will wait for"
+    few = f"{len(kept)} devices share only {threads} hardware threads, which slows trials down"
     return Machine(
         accelerator=name,
         device_name=", ".join(dict.fromkeys(device.name for device in idle)),
@@ -81,7 +81,7 @@ def _inspect() -> Machine:
         left_out=(
             *broken,
             *(_invisible(name, device) for device in find_chosen_devices(variables)[len(ids) :]),
-            *(f"{text}, and is left out" for device, text in used.items() if device not in kept),
+            *(f"{text}, so it is not used" for device, text in used.items() if device not in kept),
         ),
         warnings=(
             *(
@@ -168,8 +168,8 @@ def find_chosen_devices(
 def _invisible(accelerator: str, device: str) -> str:
     """Return a message that explains why the driver does not show a device that the user chose."""
     if device.startswith("MIG-"):
-        return f"{accelerator} {device} is left out: CUDA gives a process one MIG device"
-    return f"{accelerator} {device} is left out: there is none, or one before it is not there"
+        return f"{accelerator} {device} is not used: CUDA gives a process only one MIG device"
+    return f"{accelerator} {device} is not used: it, or one listed before it, does not exist"
 
 
 def _visible_devices_variables(accelerator: Any) -> list[str]:

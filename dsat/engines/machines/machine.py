@@ -235,7 +235,7 @@ def find_machines(
 def _machine(name: str, answer: dict[str, Any] | str) -> Machine:
     if isinstance(answer, str):
         raise EngineError(
-            f"the accelerators of {name} cannot be found: {answer}. Check that "
+            f"the accelerators of {name} cannot be inspected: {answer}. Check that "
             f"`{sys.executable} -c 'import deepspeed'` works there."
         )
     return Machine.from_json(answer)
@@ -262,7 +262,7 @@ class _Look:
             self.process.wait(max(_READ_LIMIT_S, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             limit = f"no answer within {_FIND_LIMIT_S:g} s"
-            return f"{limit}: imports are that slow, or a driver is stuck"
+            return f"{limit}: imports are slow, or a driver hangs"
         for line in self.process.stdout.read().decode(errors="replace").splitlines():
             if line.startswith(MARK):
                 found: dict[str, Any] = json.loads(line[len(MARK) :])

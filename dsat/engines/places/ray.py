@@ -55,9 +55,9 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
     used = address or environment.variables.get("RAY_ADDRESS", "")
     if used.startswith("ray://"):
         raise UserInputError(
-            f"{used} is for Ray Client, from outside of a cluster",
+            f"{used} is an address for Ray Client, which works from outside the cluster",
             where=_ENGINE,
-            hint="Start dsat on a node of it, or as a job: ray job submit -- python3 -m dsat ...",
+            hint="Start dsat on a node of the cluster, or with ray job submit -- python3 -m dsat",
         )
     if importlib.util.find_spec("ray") is None:
         raise UserInputError(
@@ -115,8 +115,8 @@ def _reserve(nodes: int | None, slots: int | None, kind: str) -> tuple[Parts, An
     parts = choose(resources, nodes, slots, kind)
     if parts is None:
         raise EngineError(
-            "Ray has nothing free that fits. Start dsat when other work has ended; with both "
-            "--nodes and --gpus-per-node it waits"
+            "Ray has no free devices that fit. Start dsat after other work has ended, or let it "
+            "wait: give both --nodes and --gpus-per-node"
         )
     group = placement_group([parts.bundle] * parts.nodes, strategy="STRICT_SPREAD", name="dsat")
     if not group.wait(_SETTLES_WITHIN_S):

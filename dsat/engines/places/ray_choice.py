@@ -57,7 +57,7 @@ def parse_slots(text: str) -> tuple[str, int]:
     kind, _, number = text.rpartition(":")
     if not number.isdecimal() or int(number) == 0:
         raise UserInputError(
-            "is not a number of GPUs, as 8 or A100:8 are", where=f"--gpus-per-node {text}"
+            "is not a number of GPUs, such as 8 or A100:8", where=f"--gpus-per-node {text}"
         )
     return kind, int(number)
 

@@ -48,7 +48,7 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
     allocation = Allocation.of(environment.variables)
     if allocation is None:
         raise UserInputError(
-            "works only inside a Slurm allocation, and SLURM_JOB_ID or SLURM_JOB_NODELIST is "
+            "works only inside a Slurm allocation, but SLURM_JOB_ID or SLURM_JOB_NODELIST is "
             "not set",
             where="--engine slurm",
             hint="Start dsat in a job script (sbatch), or after salloc.",
@@ -95,14 +95,14 @@ class Allocation:
             return None
         if int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
             raise EngineError(
-                f"srun has started dsat {env['SLURM_STEP_NUM_TASKS']} times: start it once in the "
-                "job, without srun, and it starts what it needs on all nodes"
+                f"srun has started dsat {env['SLURM_STEP_NUM_TASKS']} times. Start dsat once in "
+                "the job, without srun: it starts what it needs on all nodes"
             )
         if int(env.get("SLURM_HET_SIZE", "1")) > 1:
             raise EngineError(
-                f"Slurm job {job} is a heterogeneous one of {env['SLURM_HET_SIZE']} components, "
-                "whose trials could not be compared: start dsat in a job of equal nodes, or with "
-                "--engine local"
+                f"Slurm job {job} is heterogeneous ({env['SLURM_HET_SIZE']} components), but "
+                "trials on unequal nodes cannot be compared. Start dsat in a job of equal nodes, "
+                "or use --engine local"
             )
         count = int(env.get("SLURM_JOB_NUM_NODES", "1"))
         cpus = env.get("SLURM_JOB_CPUS_PER_NODE", "1")
@@ -125,7 +125,7 @@ class Allocation:
         cpus = _expanded(self.cpus)
         if len(cpus) != len(names):
             raise EngineError(
-                f"Slurm names {fmt.count(len(names), 'node')} ({self.nodes}) and processors of "
+                f"Slurm lists {fmt.count(len(names), 'node')} ({self.nodes}), but processors for "
                 f"{len(cpus)} ({self.cpus})"
             )
         gres = self._gres()

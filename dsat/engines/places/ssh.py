@@ -40,9 +40,9 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
     positions = environment.hostfile
     if not positions:
         raise UserInputError(
-            "is for a command with a hostfile",
+            "needs a command with a hostfile",
             where="--engine ssh",
-            hint="As in: dsat tune deepspeed --hostfile hosts train.py ...",
+            hint="For example: dsat tune deepspeed --hostfile hosts train.py ...",
         )
     _log.info("tuning on the machines of the hostfile, %s", ", ".join(positions))
     hosts = inspect_machines(reach(list(positions), environment.ssh_port))
@@ -50,7 +50,7 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
         chosen = positions[host.name]
         if chosen and max(chosen) >= host.machine.num_slots:
             raise UserInputError(
-                f"chooses devices {', '.join(map(str, chosen))} of host {host.name}, which has "
+                f"chooses devices {', '.join(map(str, chosen))} of host {host.name}, but it has "
                 f"{host.machine.describe()}",
                 where="--hostfile",
             )
@@ -88,15 +88,15 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
     found = _identities({"": ["sh", "-c"], **by_ssh})
     here += [name for name in by_ssh if ways[name][0] in ours and found[name] == found[""]]
     if len(here) > 1:
-        raise UserInputError(f"names this machine twice: {', '.join(here)}", where="--hostfile")
+        raise UserInputError(f"lists this machine twice: {', '.join(here)}", where="--hostfile")
     others = {name: address for name, (address, _) in ways.items() if name not in here}
     for name, address in others.items():
         if address in ours and len(names) > 1:
             raise UserInputError(
-                f"ssh reaches host {name} at {address}, an address of this machine, where ranks on "
-                "other hosts do not find it",
+                f"ssh reaches host {name} at {address}, an address of this machine, so other hosts "
+                f"cannot find {name}",
                 where="--hostfile",
-                hint="Give its own address (HostName in ~/.ssh/config; ProxyJump if need be).",
+                hint="Set its own address as HostName in ~/.ssh/config, with ProxyJump if needed.",
             )
     own_address = next(filter(None, map(loopback.own_address, others.values())), own)
     options = [] if port is None else ["--port", str(port)]
@@ -142,7 +142,7 @@ def _identities(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
                     (errors.strip().splitlines() or ["it printed nothing"])[-1].strip().rstrip(".")
                 )
                 command = shlex.join(["ssh", "-o", "BatchMode=yes", name, "true"])
-                keys = ": accept the host's key, and give it yours"
+                keys = ": accept the host's key, and run ssh-copy-id"
                 is_refused = any(refusal in why for refusal in _REFUSALS)
                 raise UserInputError(
                     f"ssh does not reach host {name} without a question: {why}",
@@ -173,7 +173,7 @@ def _way_to(name: str, port: int | None) -> tuple[str, bool]:
         ).stdout
     except (subprocess.SubprocessError, OSError) as error:
         raise EngineError(
-            f"`ssh -G {name}` failed, which shows how the host is reached: {error}"
+            f"`ssh -G {name}`, which shows how to reach the host, failed: {error}"
         ) from None
     options = dict(line.split(maxsplit=1) for line in configured.splitlines() if " " in line)
     host = options.get("hostname", name)

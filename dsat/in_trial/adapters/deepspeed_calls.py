@@ -12,8 +12,8 @@ from dsat.in_trial.adapters.calls import Call
 from dsat.in_trial.adapters.trial import Phase
 
 ZERO_INIT = (
-    "the script opens deepspeed.zero.Init in every stage, and trials below stage 3 switch it off: "
-    "training fails there unless the script passes enabled=(stage == 3) to it"
+    "the script uses deepspeed.zero.Init in every stage, so training below stage 3 would fail. "
+    "Trials disable it there. In your script, pass enabled=(stage == 3) to zero.Init"
 )
 
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:  # imports torch
     from dsat.in_trial.script_switches import ScriptSwitches
 
 NO_CPU_RANKS = (
-    "accelerate does not use DeepSpeed on several CPU ranks by itself; dsat makes it do so in its "
-    "own runs only"
+    "accelerate does not use DeepSpeed on several CPU ranks. dsat enables it, but only in runs "
+    "that dsat starts"
 )
 
 NO_DEEPSPEED = (
