@@ -1,7 +1,4 @@
-"""DeepSpeed configurations: a reader of files, and pure functions on their content.
-
-No function changes its arguments.
-"""
+"""DeepSpeed configurations: a reader of files, and pure functions, which change no argument."""
 
 from __future__ import annotations
 
@@ -319,10 +316,10 @@ def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> Batch
     if total != micro * gas * counted or min(total, micro, gas) < 1:
         said = ", ".join(f"{key} {value}" for key, value in given.items())
         how = "contradict each other" if len(given) > 1 else "is impossible"
-        problem = f"{said} {how} on {count(slots, 'device')}"
         raise UserInputError(
-            f"{problem}: train_batch_size must be train_micro_batch_size_per_gpu x "
-            f"gradient_accumulation_steps x devices{f' / {SEQUENCE_SIZE}' * (shared.sequence > 1)}",
+            f"{said} {how} on {count(slots, 'device')}: train_batch_size must be "
+            "train_micro_batch_size_per_gpu x gradient_accumulation_steps x devices"
+            + (f" / {SEQUENCE_SIZE}" if shared.sequence > 1 else ""),
             where=where,
             hint="Correct or delete one of these settings.",
         )
