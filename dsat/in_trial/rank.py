@@ -208,8 +208,7 @@ class Rank:
         if found.kind is OutcomeKind.ERROR:
             found = replace(found, batch_flag=self._find_unchanged_flag())
         if self._server is not None:
-            message = self._server.failed(error) or found.message
-            found = replace(found, message=message)
+            found = replace(found, message=self._server.failed(error) or found.message)
         if self.is_rank:
             self._end(replace(found, before_engine=not self._has_begun()))
         elif self._pid is None and not self._has_ranks() and not _is_of_signal(error):
@@ -297,13 +296,14 @@ class Rank:
     def _complete(self, outcome: Outcome) -> None:
         """Report the measurement; if the user's command started this rank, end it here.
 
-        The meter ends other ranks.
+        The meter ends other ranks. If their script does not end, the supervisor ends them.
         """
         if self._spec.is_command:
             self._end(outcome)
         else:
             self._report(outcome)
             self._is_complete = True
+            (self._folder / DONE_FILE).touch()
 
     def _leave_if_complete(self) -> None:
         if self._is_complete and self.is_rank:
