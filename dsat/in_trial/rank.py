@@ -27,7 +27,7 @@ from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, failures, loopback, meter, start_record
 from dsat.in_trial.adapters import install, trackers
 from dsat.in_trial.adapters.hf_trainer import TrainerSettings
-from dsat.in_trial.adapters.trial import TRIAL
+from dsat.in_trial.adapters.trial import TRIAL, Phase
 from dsat.in_trial.agreement import rank_and_size
 from dsat.in_trial.batches import find_batch_flag
 from dsat.in_trial.memory_limit import limit_memory, limit_to_host
@@ -228,10 +228,8 @@ class Rank:
             self.fail(uncaught)
         if self._server is not None:
             self._server.failed(None)
-        if self._meter is None:
-            self._end(failures.outcome(InvalidTrial(meter.NO_ENGINE)))
-        else:
-            self._end(self._meter.finish())
+        measured = None if self._meter is None else self._meter.finish()
+        self._end(measured or failures.outcome(InvalidTrial(meter.NO_ENGINE)))
 
     def _outcome_of(self, error: BaseException) -> Outcome:
         """Return the outcome of a process that ends with an error.
@@ -397,4 +395,5 @@ def _flush() -> bool:
 
 def leave(status: int) -> NoReturn:
     """Flush the output and end this process at once; if flushing fails, status 0 becomes 1."""
+    TRIAL.phase = Phase.INERT  # `os._exit` is adapted
     os._exit(status if _flush() else status or FAILED)

@@ -275,6 +275,14 @@ def test_what_the_script_said_before_it_exited_is_quoted(tmp_path: Path) -> None
     assert outcome.message == f"rank 0: {said}"
 
 
+@pytest.mark.parametrize("status", [0, 1])
+def test_an_error_counts_although_the_process_ends_at_once(status: int, tmp_path: Path) -> None:
+    fails = f"try:\n    train(make_engine(), rows=2**44)\nfinally:\n    os._exit({status})"
+    with scripts_in(tmp_path) as scripts:
+        outcome = scripts.run(fails).outcome
+    assert outcome.kind is OutcomeKind.OOM, outcome
+
+
 LOSES_ITS_PORT = """
 import time
 here = [FOLDER.parents[2] / f"here{n}" for n in (0, 1)]
