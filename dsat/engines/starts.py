@@ -217,8 +217,7 @@ class _Plan:
                 "fork": self.method is StartMethod.FORKED,
                 "starts_ranks": not self._is_command,
                 "linger_s": None if is_full_run else LINGER_S,
-                # The user's command can end once there is a result.
-                "done": DONE_FILE if self._is_command and not is_full_run else None,
+                "done": None if is_full_run else DONE_FILE,
                 "swap": [] if self.start.is_own else leftovers.swap_folders(self.config),
             }
         return found

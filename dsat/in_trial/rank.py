@@ -27,7 +27,7 @@ from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, exits, failures, loopback, meter, start_record
 from dsat.in_trial.adapters import install, trackers
 from dsat.in_trial.adapters.hf_trainer import TrainerSettings
-from dsat.in_trial.adapters.trial import TRIAL
+from dsat.in_trial.adapters.trial import TRIAL, Phase
 from dsat.in_trial.agreement import rank_and_size
 from dsat.in_trial.batches import find_batch_flag
 from dsat.in_trial.memory_limit import limit_memory, limit_to_host
@@ -186,8 +186,7 @@ class Rank:
         if found.kind is OutcomeKind.ERROR:
             found = replace(found, batch_flag=self._find_unchanged_flag())
         if self._server is not None:
-            message = self._server.failed(error) or found.message
-            found = replace(found, message=message)
+            found = replace(found, message=self._server.failed(error) or found.message)
         if self.is_rank:
             self._end(replace(found, before_engine=not self._has_begun()))
         elif self._pid is None and not self._has_ranks() and not _is_of_signal(error):
@@ -207,10 +206,8 @@ class Rank:
             self.fail(uncaught)
         if self._server is not None:
             self._server.failed(None)
-        if self._meter is None:
-            self._end(failures.outcome(InvalidTrial(meter.NO_ENGINE)))
-        else:
-            self._end(self._meter.finish())
+        measured = None if self._meter is None else self._meter.finish()
+        self._end(measured or failures.outcome(InvalidTrial(meter.NO_ENGINE)))
 
     def _outcome_of(self, error: BaseException) -> Outcome:
         """Return the outcome of a process that ends with an error.
@@ -275,13 +272,14 @@ class Rank:
     def _complete(self, outcome: Outcome) -> None:
         """Report the measurement; if the user's command started this rank, end it here.
 
-        The meter ends other ranks.
+        The meter ends other ranks. If their script does not end, the supervisor ends them.
         """
         if self._spec.is_command:
             self._end(outcome)
         else:
             self._report(outcome)
             self._is_complete = True
+            (self._folder / DONE_FILE).touch()
 
     def _leave_if_complete(self) -> None:
         if self._is_complete and self.is_rank:
@@ -375,4 +373,5 @@ def _flush() -> bool:
 
 def leave(status: int) -> NoReturn:
     """Flush the output and end this process at once; if flushing fails, status 0 becomes 1."""
+    TRIAL.phase = Phase.INERT  # `os._exit` is adapted
     os._exit(status if _flush() else status or FAILED)

@@ -24,9 +24,9 @@ METRICS_FILE = "metrics.json"
 MODULES_FILE = "modules.json"
 ACTIVITY_FILE = "doing.txt"  # the present activity of a trial, for users
 STEPS_FILE = "steps"  # number of optimizer steps of rank 0
-# Only in a trial that runs the user's command:
-DONE_FILE = "done"  # exists once the command is not needed any more
+DONE_FILE = "done"  # exists once the trial's processes are not needed any more
 PORTS_FILE = "ports"  # each rank's MASTER_PORT, one a line; exists once a rank calls `initialize`
+# Only in a trial that runs the user's command:
 RECORDS_FOLDER = "records"  # records of how ranks start, in the first run
 SEVERAL_NODES_FILE = "nodes.json"  # in that folder, if the launcher would use several nodes
 

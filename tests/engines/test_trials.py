@@ -275,6 +275,14 @@ def test_what_the_script_said_before_it_exited_is_quoted(tmp_path: Path) -> None
     assert outcome.message == f"rank 0: {said}"
 
 
+@pytest.mark.parametrize("status", [0, 1])
+def test_an_error_counts_although_the_process_ends_at_once(status: int, tmp_path: Path) -> None:
+    fails = f"try:\n    train(make_engine(), rows=2**44)\nfinally:\n    os._exit({status})"
+    with scripts_in(tmp_path) as scripts:
+        outcome = scripts.run(fails).outcome
+    assert outcome.kind is OutcomeKind.OOM, outcome
+
+
 LOSES_ITS_PORT = """
 import time
 here = [FOLDER.parents[2] / f"here{n}" for n in (0, 1)]
@@ -401,6 +409,42 @@ def test_a_script_that_ends_between_the_steps_counts_as_measured(pair: Bench) ->
     outcome = pair.run(pair.trial("ends between"))
     assert outcome.ok and outcome.metrics is not None
     assert 3 <= outcome.metrics.num_steps <= 4
+
+
+TRAINS_IN = """
+import multiprocessing, queue, threading
+def run(ends):
+    train(make_engine())
+    ends.put("done")
+ends = {queue}()
+{start}(target=run, args=(ends,), daemon=True).start()
+ends.get()
+"""
+BESIDE_A_THREAD = """
+import threading
+stops = threading.Event()
+threading.Thread(target=stops.wait).start()
+train(make_engine())
+stops.set()
+"""
+IN_A_PROCESS = "multiprocessing.get_context('fork').Process"
+
+
+@pytest.mark.parametrize(
+    ("script", "is_cold"),
+    [
+        (TRAINS_IN.format(queue="queue.Queue", start="threading.Thread"), False),
+        (TRAINS_IN.format(queue="multiprocessing.Queue", start=IN_A_PROCESS), False),
+        (BESIDE_A_THREAD, True),  # Python's own end waits for the thread
+    ],
+    ids=["thread", "process", "beside a thread"],
+)
+def test_a_measured_trial_ends_although_its_script_waits(
+    script: str, is_cold: bool, tmp_path: Path
+) -> None:
+    with scripts_in(tmp_path, cold=is_cold) as scripts:
+        ended = scripts.run(script).well()
+    assert ended.outcome.duration_s < AT_ONCE_S
 
 
 def test_full_length_runs_are_not_measured_and_never_removed(pair: Bench) -> None:

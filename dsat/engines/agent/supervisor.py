@@ -20,7 +20,7 @@ Requests:
      "swap": [folders on NVMe that only this trial uses; removed at its end],
      "logs": [name, name] of their standard output and standard error,
      "linger_s": seconds that ranks may run after one has ended with status 0; null: no limit,
-     "done": name of a file in the folder; the trial is killed soon after it appears; or null}
+     "done": name of a file in the folder; the trial is killed seconds after it appears; or null}
     {"op": "kill", "trial": id, "grace_s": seconds in which it may end by itself}
     {"op": "look", "files": [path, ...], "folder": path}
     {"op": "ping"}
@@ -69,11 +69,13 @@ from dsat.values.files import digest
 MARK = b"dsat-answer "
 # After a rank fails, the others soon fail, too, and their reports may explain more.
 GRACE_AFTER_FAILURE_S = 0.3
+# A measured rank may run the clean-up of its script.
+_GRACE_AFTER_RESULT_S = 5.0
 # A killed process ends when its last system call returns; a call of a driver may never do so.
 _STUCK_AFTER_S = 60.0
 _GONE_WITHIN_S = 2.0
 _TRACKED_WITHIN_S = 10.0  # enough for a resource tracker to unlink everything on a busy host
-_LOOK_FOR_FILES_EVERY_S = 0.05
+_LOOKS_PER_GRACE = 6  # for the file after which a trial has a grace period
 
 
 @dataclass
@@ -85,6 +87,7 @@ class _Group:
     port: int
     linger_s: float | None
     done: Path | None = None
+    done_grace_s: float = GRACE_AFTER_FAILURE_S
     swap: Sequence[str] = ()
     pids: list[int] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
@@ -199,6 +202,8 @@ class Supervisor:
         folder, done = request["folder"], request.get("done")
         group = _Group(request["trial"], folder, request["port"], request["linger_s"])
         group.done = Path(folder, done) if done else None
+        if request["starts_ranks"]:
+            group.done_grace_s = _GRACE_AFTER_RESULT_S
         group.swap = request.get("swap", ())
         self._groups[group.trial] = group
         sys.stdout.flush()
@@ -262,7 +267,7 @@ class Supervisor:
         for group in list(self._groups.values()):
             if group.done is not None and group.done.exists():
                 group.done = None
-                self._end(group, GRACE_AFTER_FAILURE_S)
+                self._end(group, group.done_grace_s)
             if group.kill_at is not None and group.kill_at <= now and group.killed_at is None:
                 self._kill(group)
 
@@ -292,7 +297,7 @@ class Supervisor:
         deadlines = [g.kill_at for g in groups if g.kill_at and g.killed_at is None]
         deadlines += [g.killed_at + _STUCK_AFTER_S for g in groups if g.killed_at is not None]
         left = [max(0.0, min(deadlines) - time.monotonic())] if deadlines else []
-        left += [_LOOK_FOR_FILES_EVERY_S for group in groups if group.done is not None]
+        left += [g.done_grace_s / _LOOKS_PER_GRACE for g in groups if g.done is not None]
         return min(left, default=None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 from typing import Any
 
@@ -72,6 +73,19 @@ def exit_process(call: Call) -> None:
             place = place_in_script(caller()) if stop.code not in (None, 0) else ""
             call.trial.exit = Exit(stop, place)
         raise
+
+
+def leave_process(call: Call) -> None:
+    """Report the end of a rank by `os._exit`, which calls no exit hooks."""
+    rank, error = call.trial.rank, sys.exc_info()[1]
+    try:
+        if call.trial.meter is not None and rank.is_rank:
+            if error is not None:  # of an `except` or `finally` that calls `os._exit`
+                rank.fail(error)
+            elif call.args == (0,):
+                rank.finish()
+    finally:
+        call.proceed()
 
 
 def starts_ranks(call: Call) -> Any:

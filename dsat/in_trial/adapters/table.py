@@ -25,6 +25,7 @@ _PYTHON = (
     Adapter("argparse", "_ActionsContainer.add_argument", launchers.add_argument),
     _locally("multiprocessing.process", "BaseProcess.run", launchers.run_process),
     _locally("sys", "exit", launchers.exit_process),
+    _locally("os", "_exit", launchers.leave_process),
     Adapter("sys", "excepthook", launchers.report_uncaught),
 )
 

@@ -170,6 +170,7 @@ def refuse_a_fork() -> None:
 TRAINED: dict[str, dict[str, int]] = {
     "runs": {},
     "ends early": {"steps": 3},
+    "exits early": {"steps": 3},
     "ends between": {"steps": 6},
     "feeds its own batch": {"own_batch": 7},
 }
@@ -209,6 +210,8 @@ def main() -> None:
         train(config)
     elif name in TRAINED:
         train(config, **TRAINED[name])
+        if behaviour == "exits early":
+            os._exit(0)
     elif kind == "leaves":
         leave_processes(ways)
         train(config)
