@@ -211,7 +211,9 @@ class BorrowedModel:
 
         def script_forward(*args: Any, **kwargs: Any) -> Any:
             # A pass before any backward pass belongs to this micro step: pairs, or two losses.
-            return script_step() if has_gradients else watched(run.forward_again(args, kwargs))
+            if has_gradients:
+                return script_step()
+            return watched(run.forward_again(*run.fakes_of((args, kwargs))))
 
         def script_backward(*args: Any, **kwargs: Any) -> None:
             run.backward(*args, **kwargs)
@@ -221,7 +223,7 @@ class BorrowedModel:
             run.step()
             end(run.result())
 
-        outputs = watched(run.forward(args, kwargs))
+        outputs = watched(run.forward(*run.fakes_of((args, kwargs))))
         engine = self._engine
         run.become(engine)
         engine.backward, engine.step, engine.forward = script_backward, script_step, script_forward

@@ -49,19 +49,20 @@ class FunctionRules(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = self._adopted(args), self._adopted(kwargs or {})
+        args, kwargs = self.adopted(args), self.adopted(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0].to(self._device)
         return (attention if func is self._torchs_attention else func)(*args, **kwargs)
 
-    def _adopted(self, value: Any) -> Any:
+    def adopted(self, value: Any) -> Any:
+        """Return arguments with fake tensors and the simulation's device in place of CUDA."""
         if isinstance(value, torch.Tensor):
             own = isinstance(value, FakeTensor) and not is_scripts(value)
             return value if own else self._adopt(value)
         if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-            return type(value)(self._adopted(part) for part in value)
+            return type(value)(self.adopted(part) for part in value)
         if type(value) is dict:
-            return {key: self._adopted(part) for key, part in value.items()}
+            return {key: self.adopted(part) for key, part in value.items()}
         return named_cuda.renamed(value, self._device)
 
 
