@@ -35,15 +35,19 @@ FAKE_GROUP = "fake"  # backend of torch.testing, whose collectives do nothing
 
 
 class FunctionRules(TorchFunctionMode):
-    """Mode that replaces three things in calls of torch's functions.
+    """Mode that replaces four things in calls of torch's functions.
 
-    The script's tensors become fake tensors, CUDA's device the simulation's, and torch's attention
-    `dsat.simulation.attention`.
+    The script's tensors become fake tensors, its micro batch the candidate's, CUDA's device the
+    simulation's, and torch's attention `dsat.simulation.attention`.
+
+    Attributes:
+        numbers: integers that are replaced in arguments; see `Captured.numbers_for`.
     """
 
     def __init__(self, adopt: Callable[[torch.Tensor], torch.Tensor], device: str) -> None:
         super().__init__()
         self._adopt, self._device = adopt, device
+        self.numbers: dict[int, int] = {}
         self._torchs_attention = functional.scaled_dot_product_attention
 
     def __torch_function__(
@@ -59,6 +63,12 @@ class FunctionRules(TorchFunctionMode):
         if isinstance(value, torch.Tensor):
             own = isinstance(value, FakeTensor) and not is_scripts(value)
             return value if own else self._adopt(value)
+        if type(value) is int:
+            return self.numbers.get(value, value)
+        if isinstance(value, slice):
+            return slice(*map(self.adopted, (value.start, value.stop, value.step)))
+        if isinstance(value, torch.Size):
+            return value
         if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
             return type(value)(self.adopted(part) for part in value)
         if type(value) is dict:

@@ -50,9 +50,9 @@ class _FakeDevice:
         if candidate.traced:
             self.tracker.trace = OperatorTrace(self._device)
         self._values = ValuesMode()
-        self._rules = patches.FunctionRules(self._adopt, self._device)
+        self.rules = patches.FunctionRules(self._adopt, self._device)
         self._prepare_process()
-        for mode in (self._values, self.tracker, self._rules):
+        for mode in (self._values, self.tracker, self.rules):
             mode.__enter__()
 
     def _prepare_process(self) -> None:
@@ -96,7 +96,7 @@ class _FakeDevice:
         `FunctionRules` would miss the inputs of an autograd function: reentrant checkpointing, say.
         """
         with torch._C.DisableTorchFunction():
-            return self._rules.adopted(batch)
+            return self.rules.adopted(batch)
 
     def _adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a fake tensor in the candidate's shape for a real one; leave scalars unchanged."""
