@@ -190,6 +190,7 @@ class BorrowedModel:
             arguments=self._arguments,
             snapshot=self._snapshot,
             micro_batch=micro_batch,
+            follows_config=micro_batch == self._config.get("train_micro_batch_size_per_gpu"),
             packed_length=packed_length,
             sequence_length=None if packed_length else self.sequence_length(args, kwargs),
             on_host=self._on_host,
@@ -201,8 +202,10 @@ class BorrowedModel:
         kind = ActivationPass if candidate.activations_only else Simulation
         run = kind(captured, candidate._replace(config=config))
         has_gradients: list[bool] = []
+        numbers = run.rules.numbers  # only while the script computes its loss
 
         def watched(outputs: Any) -> Any:
+            numbers.update(captured.numbers_for(candidate, outputs))
             for tensor in tensors_in(outputs):
                 if tensor.requires_grad:
                     hook = lambda _: has_gradients.append(True)  # noqa: E731
@@ -211,17 +214,22 @@ class BorrowedModel:
 
         def script_forward(*args: Any, **kwargs: Any) -> Any:
             # A pass before any backward pass belongs to this micro step: pairs, or two losses.
-            return script_step() if has_gradients else watched(run.forward_again(args, kwargs))
+            if has_gradients:
+                return script_step()
+            numbers.clear()
+            return watched(run.forward_again(*run.fakes_of((args, kwargs))))
 
         def script_backward(*args: Any, **kwargs: Any) -> None:
+            numbers.clear()
             run.backward(*args, **kwargs)
             script_step()
 
         def script_step(*_: Any, **__: Any) -> None:
+            numbers.clear()
             run.step()
             end(run.result())
 
-        outputs = watched(run.forward(args, kwargs))
+        outputs = watched(run.forward(*run.fakes_of((args, kwargs))))
         engine = self._engine
         run.become(engine)
         engine.backward, engine.step, engine.forward = script_backward, script_step, script_forward

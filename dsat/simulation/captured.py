@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dsat.simulation.fake_parameters import assign
+from dsat.simulation.operands import tensors_in
 from dsat.simulation.protocol import Question
 
 _HOOKS = tuple(name for name in vars(torch.nn.Module()) if "_hooks" in name)
@@ -27,6 +28,7 @@ class Captured:
         arguments: its arguments by name, without the configuration.
         snapshot: the model as the script passed it.
         micro_batch: number of samples in the script's first batch.
+        follows_config: whether that is the micro batch of the script's configuration.
         packed_length: length of the one row that holds all samples; 0 if samples are not packed.
         sequence_length: tokens per sample; None for packed samples, and for other data than tokens.
         on_host: copies of the batch's integers on a device, by the `id` of the original.
@@ -38,6 +40,7 @@ class Captured:
     arguments: Mapping[str, Any]
     snapshot: ModuleSnapshot
     micro_batch: int
+    follows_config: bool
     packed_length: int
     sequence_length: int | None
     on_host: Mapping[int, torch.Tensor]
@@ -65,6 +68,19 @@ class Captured:
         if is_of_tokens and sizes[place] == self.sequence_length:
             sizes[place] = wanted
         return sizes
+
+    def numbers_for(self, candidate: Question, outputs: Any) -> dict[int, int]:
+        """Return the integers to replace between the forward and the backward pass.
+
+        A loss may use the micro batch as a number: of samples, or of two views of each sample. An
+        integer that is also the size of another dimension of the outputs is not replaced.
+        """
+        if not self.follows_config:
+            return {}
+        others = {size for tensor in tensors_in(outputs) for size in tensor.shape[1:]}
+        wanted = candidate.micro_batch
+        numbers = {views * self.micro_batch: views * wanted for views in (1, 2)}
+        return {own: new for own, new in numbers.items() if own not in (*others, wanted)}
 
     def _length_for(self, candidate: Question) -> int:
         """Return the tokens per sample on each rank of the candidate; 0 for other data."""

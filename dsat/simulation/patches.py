@@ -35,33 +35,44 @@ FAKE_GROUP = "fake"  # backend of torch.testing, whose collectives do nothing
 
 
 class FunctionRules(TorchFunctionMode):
-    """Mode that replaces three things in calls of torch's functions.
+    """Mode that replaces four things in calls of torch's functions.
 
-    The script's tensors become fake tensors, CUDA's device the simulation's, and torch's attention
-    `dsat.simulation.attention`.
+    The script's tensors become fake tensors, its micro batch the candidate's, CUDA's device the
+    simulation's, and torch's attention `dsat.simulation.attention`.
+
+    Attributes:
+        numbers: integers that are replaced in arguments; see `Captured.numbers_for`.
     """
 
     def __init__(self, adopt: Callable[[torch.Tensor], torch.Tensor], device: str) -> None:
         super().__init__()
         self._adopt, self._device = adopt, device
+        self.numbers: dict[int, int] = {}
         self._torchs_attention = functional.scaled_dot_product_attention
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = self._adopted(args), self._adopted(kwargs or {})
+        args, kwargs = self.adopted(args), self.adopted(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0].to(self._device)
         return (attention if func is self._torchs_attention else func)(*args, **kwargs)
 
-    def _adopted(self, value: Any) -> Any:
+    def adopted(self, value: Any) -> Any:
+        """Return arguments with fake tensors and the simulation's device in place of CUDA."""
         if isinstance(value, torch.Tensor):
             own = isinstance(value, FakeTensor) and not is_scripts(value)
             return value if own else self._adopt(value)
+        if type(value) is int:
+            return self.numbers.get(value, value)
+        if isinstance(value, slice):
+            return slice(*map(self.adopted, (value.start, value.stop, value.step)))
+        if isinstance(value, torch.Size):
+            return value
         if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-            return type(value)(self._adopted(part) for part in value)
+            return type(value)(self.adopted(part) for part in value)
         if type(value) is dict:
-            return {key: self._adopted(part) for key, part in value.items()}
+            return {key: self.adopted(part) for key, part in value.items()}
         return named_cuda.renamed(value, self._device)
 
 

@@ -50,9 +50,9 @@ class _FakeDevice:
         if candidate.traced:
             self.tracker.trace = OperatorTrace(self._device)
         self._values = ValuesMode()
-        rules = patches.FunctionRules(self._adopt, self._device)
+        self.rules = patches.FunctionRules(self._adopt, self._device)
         self._prepare_process()
-        for mode in (self._values, self.tracker, rules):
+        for mode in (self._values, self.tracker, self.rules):
             mode.__enter__()
 
     def _prepare_process(self) -> None:
@@ -90,6 +90,14 @@ class _FakeDevice:
 
     # -- the script's own tensors
 
+    def fakes_of(self, batch: Any) -> Any:
+        """Return a batch with fake tensors.
+
+        `FunctionRules` would miss the inputs of an autograd function: reentrant checkpointing, say.
+        """
+        with torch._C.DisableTorchFunction():
+            return self.rules.adopted(batch)
+
     def _adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a fake tensor in the candidate's shape for a real one; leave scalars unchanged."""
         known = self._adopted.get(id(tensor))
@@ -102,7 +110,9 @@ class _FakeDevice:
         dtype = tensor.dtype
         if dtype.is_floating_point and dtype == self._scripts_dtype:
             dtype = self._dtype
-        fake = torch.empty(shape, dtype=dtype, device=self._device)
+        fake = torch.empty(
+            shape, dtype=dtype, device=self._device, requires_grad=tensor.requires_grad
+        )
         self._adopted[id(tensor)] = tensor, fake
         real = self._captured.on_host.get(id(tensor), tensor)
         if real.device.type == "cpu" and not (is_scripts(real) or dtype.is_floating_point):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,21 +65,45 @@ def test_the_hidden_size_is_found_where_a_trainer_looks_for_it(
     assert hidden_size(model) == size
 
 
-def test_what_was_there_before_the_engine_is_no_batch() -> None:
-    weights, fixed = torch.ones(26), torch.ones(13, 4)
+def captured_with(**more: Any) -> Captured:
     model = torch.nn.Linear(2, 2)
-    borrowed = BorrowedModel(lambda **_: None, {"model": model}, {})
-    captured = Captured(
+    usual = Captured(
         lambda **_: None,
         {"model": model},
         ModuleSnapshot(model),
         micro_batch=13,
+        follows_config=True,
         packed_length=0,
         sequence_length=None,
         on_host={},
         uses_zero_init=False,
-        earlier=borrowed.earlier,
+        earlier=(),
     )
+    return replace(usual, **more)
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "outputs", "numbers"),
+    [
+        (4, (4, 2), {13: 4, 26: 8}),
+        (13, (13, 2), {26: 26}),
+        (26, (26, 2), {13: 26}),  # 26 may be a size of the candidate's own tensors
+        (4, (4, 3, 26, 26), {13: 4}),  # a grid, or as many classes
+    ],
+)
+def test_a_loss_may_compute_with_the_micro_batch(
+    micro_batch: int, outputs: tuple[int, ...], numbers: dict[int, int]
+) -> None:
+    candidate = Question({}, micro_batch=micro_batch, slots=1)
+    given = [torch.ones(outputs)]
+    assert captured_with().numbers_for(candidate, given) == numbers
+    assert captured_with(follows_config=False).numbers_for(candidate, given) == {}
+
+
+def test_what_was_there_before_the_engine_is_no_batch() -> None:
+    weights, fixed = torch.ones(26), torch.ones(13, 4)
+    borrowed = BorrowedModel(lambda **_: None, {"model": torch.nn.Linear(2, 2)}, {})
+    captured = captured_with(earlier=borrowed.earlier)
     candidate = Question({}, micro_batch=4, slots=1)
     shapes = [captured.shape_for(candidate, t) for t in (weights, fixed, torch.ones(26, 4))]
     assert shapes == [[26], [4, 4], [8, 4]]

@@ -44,6 +44,13 @@ def test_a_real_rank_needs_what_was_simulated(name: str, on_device: bool, tmp_pa
     assert peak == pytest.approx(max(real[phase] for phase in STEADY), rel=0.01)
 
 
+def test_a_loss_may_use_the_micro_batch_as_a_number(tmp_path: Path) -> None:
+    one = replace(style("engine.backward(loss)"), variant="contrastive")
+    real, estimate = real_peaks(one, tmp_path, 4), simulated(one, tmp_path, 4)
+    for phase in STEADY:
+        assert getattr(estimate, phase) == pytest.approx(real[phase], rel=0.01), phase
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -63,6 +63,21 @@ class GPT(nn.Module):
         return logits
 
 
+class Recomputed(nn.Module):
+    """Blocks that are all recomputed, if the inputs require gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(256, 4) for _ in range(4))
+        self.head = nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
 @dataclass(frozen=True)
 class Task:
     """A model and its batches; the loss is computed outside of the model."""
@@ -94,6 +109,11 @@ def _images(model: Callable[[], nn.Module], pixels: int) -> Task:
     return Task(model, batch)
 
 
+def _with_gradients(size: int, dtype: torch.dtype) -> Batch:
+    inputs = torch.zeros(size, 64, 256, dtype=dtype).requires_grad_()
+    return inputs, torch.zeros(size, 64, dtype=torch.long)
+
+
 def _offloading() -> nn.Module:
     """Make a GPT whose blocks DeepSpeed checkpoints, and may offload the inputs of, to the host."""
     model = GPT(4096, 64, 256, 12, 4)
@@ -120,6 +140,7 @@ TASKS = {
     "gpt": _gpt(4096, 64, 256, 4, 4),
     "gpt_remat": _gpt(4096, 64, 256, 4, 4, remat="non-reentrant"),
     "gpt_reentrant": _gpt(4096, 64, 256, 4, 4, remat="reentrant"),
+    "recomputed": Task(Recomputed, _with_gradients),
     "offloading": Task(_offloading, _gpt(4096, 64, 256, 12, 4).batch),
     "lora": Task(_lora, _gpt(4096, 64, 256, 4, 4).batch),
     "resnet": _images(lambda: _resnet("resnet18"), 64),
