@@ -164,3 +164,32 @@ def test_trials_at_once_take_no_more_slots_than_are_allowed(
         assert there.master.made_up is not None and there.master.made_up.most == at_once
         resources = there.master.experiment(SEARCH).config["resources"]
         assert resources["max_slots"] == 2 * at_once
+
+
+AUTO = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "optimizer": DS["optimizer"],
+}
+SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("words", "hparams", "batch"),
+    [
+        ("train.py --deepspeed ds.json", {}, (8, 1)),
+        ("train.py --deepspeed ds.json", SIZES, (2, 3)),
+        ("train.py --deepspeed ds.json", {"training_arguments": SIZES}, (2, 3)),
+        ("train.py --deepspeed ds.json --per_device_train_batch_size 4", {"a": SIZES}, (2, 3)),
+        ("train.py", {"training_arguments": {**SIZES, "deepspeed": "ds.json"}}, (2, 3)),
+    ],
+)
+def test_batch_sizes_of_a_trainer_may_be_hyperparameters(
+    words: str, hparams: dict[str, Any], batch: tuple[int, int], master: StandIn, tmp_path: Path
+) -> None:
+    hparams = {"deepspeed_config": "ds.json", **hparams}
+    program = changed(tmp_path, entrypoint=f"python3 {words}", hyperparameters=hparams)
+    (program / "ds.json").write_text(json.dumps(AUTO))
+    assert main.main(["tune", str(program / "deepspeed.yaml"), str(program), "--detach"]) == 0
+    own = json.loads(master.context(1)["dsat_job.json"])["plan"]["own_batch"]
+    assert (own["micro_batch"], own["gas"]) == batch
