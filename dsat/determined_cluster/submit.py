@@ -7,7 +7,7 @@ import json
 import logging
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class Submission:
 
     Attributes:
         files: files in the trials' folder, by relative path.
-        script: relative path of the user's script; empty if unknown.
+        package_folders: folders of `files` that also get this package.
     """
 
     choice: Choice
@@ -63,7 +63,7 @@ class Submission:
     config: dict[str, Any]
     files: dict[Path, Path]
     size_bytes: int
-    script: Path
+    package_folders: Collection[Path]
 
     @property
     def place(self) -> str:
@@ -159,7 +159,7 @@ def submit(ready: Submission, *, detach: bool) -> Submitted:
     _log.info(ready.place)
     with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
         text = json.dumps(ready.job.to_json(), indent=1) + "\n"
-        upload.lay_out(ready.files, text, Path(folder), ready.script)
+        upload.lay_out(ready.files, text, Path(folder), ready.package_folders)
         with clients.explain_errors(ready.choice.master):
             number = master.create(ready.config, Path(folder))
     submitted = Submitted(number, master.url(number))
@@ -285,9 +285,9 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         else experiments.read_mapping(settings.search_runner_config)
     )
     files = upload.collect_files(experiment.model_dir, experiment.includes)
-    upload.check_script(files, experiment.model_dir, program)
-    script = Path(program.script)
-    size = upload.check_size(files, script)
+    users = upload.check_script(files, experiment.model_dir, program)
+    folders = upload.package_folders(program, users)
+    size = upload.check_size(files, folders)
     submitted = Job(
         plan=plan,
         info={
@@ -306,7 +306,7 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
     config = job.runner_config(
         experiment, plan, max_restarts=settings.max_search_runner_restarts, changes=changes
     )
-    return Submission(choice, experiment.name, submitted, config, files, size, script)
+    return Submission(choice, experiment.name, submitted, config, files, size, folders)
 
 
 def _check_mappings(settings: Settings) -> None:

@@ -12,7 +12,7 @@ import os
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import wrapt
@@ -62,13 +62,13 @@ def collect_files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]
     return {t: source for t, source in found.items() if _OURS not in source.parents}
 
 
-def check_size(found: Files, script: Path = Path(), limit_bytes: int = LIMIT_BYTES) -> int:
+def check_size(found: Files, folders: Collection[Path] = (), limit_bytes: int = LIMIT_BYTES) -> int:
     """Return the size in bytes of the user's files and this package, as `lay_out` copies them.
 
     Raises UserInputError, with the largest files, if it exceeds the limit.
     """
     sizes = Counter({target: source.stat().st_size for target, source in found.items()})
-    sent = [*_trial_files(found, script).values(), *_package().values()]
+    sent = [*_trial_files(found, folders).values(), *_package().values()]
     total = sum(source.stat().st_size for source in sent)
     if total > limit_bytes:
         largest = ", ".join(f"{name} ({fmt.memory(n)})" for name, n in sizes.most_common(_SHOWN))
@@ -81,15 +81,16 @@ def check_size(found: Files, script: Path = Path(), limit_bytes: int = LIMIT_BYT
     return total
 
 
-def check_script(found: Files, where: Path, program: Entrypoint) -> None:
-    """Check that the user's code imports dsat, without which trials cannot be measured.
+def check_script(found: Files, where: Path, program: Entrypoint) -> set[Path]:
+    """Return the user's files that import dsat, without which trials cannot be measured.
 
-    Raises UserInputError if it does not; only warns if some code is missing or does not parse.
+    Raises UserInputError if there are none; only warns if some code is missing or does not parse.
     """
-    imported = [_imports(source) for source in found.values() if source.suffix == ".py"]
-    names = {name for each in imported for name in each or ()}
-    if any(name.split(".")[0] == "dsat" for name in names):
-        return
+    imports = {t: _imports(source) for t, source in found.items() if t.suffix == ".py"}
+    users = {t for t, names in imports.items() if _has_dsat(names or ())}
+    if users:
+        return users
+    names = {name for each in imports.values() for name in each or ()}
     ancestor = "determined.pytorch.dsat" in names
     problem = (
         "the code uses determined.pytorch.dsat" if ancestor else "nothing in the code uses dsat"
@@ -100,9 +101,28 @@ def check_script(found: Files, where: Path, program: Entrypoint) -> None:
         + " and pass dsat.get_ds_config_from_hparams(hparams) to deepspeed.initialize, or use "
         "dsat.get_hf_args_with_overwrites. With --engine local it need not."
     )
-    if ancestor or (_sources(program) & found.keys() and None not in imported):
+    if ancestor or (_sources(program) & found.keys() and None not in imports.values()):
         raise UserInputError(problem, where=str(where), hint=hint)
     _log.warning("%s: %s, as far as it can be read here. %s", where, problem, hint)
+    return set()
+
+
+def package_folders(program: Entrypoint, users: Collection[Path]) -> set[Path]:
+    """Return the folders below the model folder where Python may look for this package.
+
+    Python looks beside the script, which is unknown if dsat cannot read the entrypoint (`cd src &&
+    ...`). It is then in a folder of, or above, one of the files that import dsat (`users`).
+    """
+    script = Path(program.script)
+    if program != Entrypoint():
+        found = {script.parent} if not script.is_absolute() else set()
+    else:
+        found = {folder for user in users for folder in user.parents}
+    return found - {Path()}
+
+
+def _has_dsat(names: Collection[str]) -> bool:
+    return any(name.split(".")[0] == "dsat" for name in names)
 
 
 def _sources(program: Entrypoint) -> set[Path]:
@@ -128,27 +148,23 @@ def _imports(source: Path) -> set[str] | None:
     return found
 
 
-def lay_out(found: Files, job: str, folder: Path, script: Path = Path()) -> None:
-    """Write the search runner's context into an empty folder.
-
-    If the script is in a subfolder, dsat is also put beside it, where Python looks for packages.
-    """
-    folders = {MODEL_FOLDER: _trial_files(found, script), PACKAGE_FOLDER: _package()}
-    for name, contents in folders.items():
+def lay_out(found: Files, job: str, folder: Path, folders: Collection[Path] = ()) -> None:
+    """Write the search runner's context into an empty folder, with dsat also in `folders`."""
+    contents = {MODEL_FOLDER: _trial_files(found, folders), PACKAGE_FOLDER: _package()}
+    for name, files in contents.items():
         (folder / name).mkdir()
-        for target, source in contents.items():
+        for target, source in files.items():
             copy = folder / name / target
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, copy)
     (folder / JOB_FILE).write_text(job, encoding="utf-8")
 
 
-def _trial_files(found: Files, script: Path) -> Files:
-    """Return the files of the trials' folder, with this package beside a script in a subfolder."""
-    if script.parent == Path() or script.is_absolute():
-        return found
-    beside = script.parent / PACKAGE_FOLDER
-    return {**found, **{beside / target: source for target, source in _package().items()}}
+def _trial_files(found: Files, folders: Collection[Path]) -> Files:
+    """Return the files of the trials' folder, with this package in `folders`."""
+    package = _package() if folders else {}
+    copies = {f / PACKAGE_FOLDER / t: source for f in folders for t, source in package.items()}
+    return {**found, **copies}
 
 
 def _make_ignore_rule(root: Path) -> Ignore:

@@ -79,23 +79,35 @@ def test_includes_keep_their_names_and_their_own_detignore(
     assert uploaded(master, model, extra, single) == {*WHOLE, "ds.json", "extra/keep.py"}
 
 
+@pytest.mark.parametrize(
+    ("entrypoint", "importer", "folders"),
+    [
+        ("python3 train.py", "lib/net.py", set()),
+        ("python3 scripts/train.py", "scripts/train.py", {"scripts"}),
+        ("python3 -m lib.net", "lib/net.py", set()),
+        ("cd lib && python3 net.py", "lib/net.py", {"lib"}),
+        ("bash run.sh", "src/a/net.py", {"src", "src/a"}),  # the script may be in either
+    ],
+)
 def test_a_script_in_a_folder_below_finds_the_package_beside_it(
-    master: StandIn, model: Path
+    entrypoint: str, importer: str, folders: set[str], master: StandIn, model: Path
 ) -> None:
-    (model / "scripts").mkdir()
-    (model / "scripts" / "train.py").write_text("import dsat\n")
-    assert dsat(model, "--detach", entrypoint="python3 scripts/train.py") == 0
-    assert "model/scripts/dsat/__init__.py" in master.context(1)
-    assert "model/dsat/__init__.py" not in master.context(1)
+    (model / "train.py").write_text("import torch\n")
+    (model / importer).parent.mkdir(parents=True, exist_ok=True)
+    (model / importer).write_text("import dsat\n")
+    assert dsat(model, "--detach", entrypoint=entrypoint) == 0
+    end = "/dsat/__init__.py"
+    beside = {name.removesuffix(end) for name in master.context(1) if name.endswith(end)}
+    assert beside == {f"model/{folder}" for folder in folders}
 
 
-@pytest.mark.parametrize("script", ["train.py", "scripts/train.py"])
-def test_all_that_is_sent_counts(script: str, model: Path, tmp_path: Path) -> None:
-    files, sent = {Path(script): model / "train.py"}, tmp_path / "sent"
+@pytest.mark.parametrize("folders", [(), ("scripts",)])
+def test_all_that_is_sent_counts(folders: tuple[str, ...], model: Path, tmp_path: Path) -> None:
+    files, sent = {Path("scripts/train.py"): model / "train.py"}, tmp_path / "sent"
     sent.mkdir()
-    upload.lay_out(files, "", sent, Path(script))
+    upload.lay_out(files, "", sent, list(map(Path, folders)))
     size = sum(path.stat().st_size for path in sent.rglob("*") if path.is_file())
-    assert upload.check_size(files, Path(script)) == size
+    assert upload.check_size(files, list(map(Path, folders))) == size
 
 
 def refused(capsys: pytest.CaptureFixture[str]) -> str:
