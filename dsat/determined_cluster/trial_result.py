@@ -77,6 +77,12 @@ def _outcome_of_lines(lines: Sequence[str], plain: Sequence[str], *, failed: boo
     return Outcome(OutcomeKind.INVALID, message=message, detail=tail)
 
 
+def reason_of_failure(messages: Sequence[str]) -> str:
+    """Return the last exception in a log; without one its last line."""
+    lines = [line for message in messages for line in _without_prefix(message) if line.strip()]
+    return _last_exception(lines) or (lines[-1] if lines else "")
+
+
 def _crash(
     lines: Sequence[str], plain: Sequence[str], reports: Sequence[Mapping[str, Any]]
 ) -> Outcome:

@@ -184,3 +184,16 @@ def test_how_long_a_trial_took_is_what_it_says_or_the_time_since_its_launch(
         there.search("pretend", "--max-trials", 2, "--finals", 0)
         own, other = there.outcomes().values()
         assert own.duration_s == 5000.0 and 0 < other.duration_s < 5000.0
+
+
+def test_a_runner_that_cannot_run_says_why(tmp_path: Path) -> None:
+    """Otherwise users would have to look for its log in the web UI."""
+    (tmp_path / "file").write_text("no folder")
+    storage = {"type": "shared_fs", "host_path": str(tmp_path / "file")}
+    program = changed(tmp_path, checkpoint_storage=storage)
+    with quick_cluster(tmp_path) as there:
+        told = there.search(program, "--max-search-runner-restarts", 0)
+        assert told.status == 1, told
+        assert f"experiment {RUNNER} ended: error (NotADirectoryError" in told.err, there.said[
+            -2000:
+        ]
