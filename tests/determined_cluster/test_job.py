@@ -15,10 +15,12 @@ from testing.on_cluster import SEARCH, OnCluster, changed, quick_cluster
 
 SECRET = "hunter2"
 DS = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {}}}
-HPARAMS = {
+HPARAMS: dict[str, Any] = {
     "deepspeed_config": DS,
     "overwrite_deepspeed_args": {"gradient_clipping": 2.0, "scheduler": {"type": "WarmupLR"}},
     "width": {"type": "const", "val": 3},
+    "model": {"type": "const", "val": {"type": "bert", "norm": {"type": "rms"}}},
+    "data": {"seed": 1, "sampler": {"type": "const", "val": {"type": "random"}}},
 }
 ENVIRONMENT = {
     "image": "my/image:1",
@@ -81,6 +83,10 @@ def test_each_experiment_has_what_is_the_users_and_what_is_its_own(tmp_path: Pat
         assert hparams["_use_dsat_mode"] is True and hparams["width"] == 3
         # The master must not take DeepSpeed's sections with a `type` for ranges.
         assert hparams["deepspeed_config"] == {"type": "const", "val": DS}
+        for found in (hparams, full["hyperparameters"]):
+            assert {name: found[name] for name in ("model", "data")} == {
+                name: HPARAMS[name] for name in ("model", "data")
+            }
         assert full["searcher"] == SEARCHER and full["profiling"] == {"enabled": True}
         assert full["hyperparameters"]["deepspeed_config"] == {"type": "const", "val": DS}
         given = full["hyperparameters"]["overwrite_deepspeed_args"]["val"]
