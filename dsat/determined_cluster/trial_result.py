@@ -52,7 +52,7 @@ def _outcome_of_lines(lines: Sequence[str], plain: Sequence[str], *, failed: boo
     for data in found:
         if data["kind"] == OutcomeKind.OK.value:
             return Outcome.from_json(data)
-    # A script that exits with an error status also reports its end, but not the error.
+    # A script that fails also reports its end, but not the exception, which its log has.
     telling = [data for data in found if not (failed and data["ended"])]
     if telling:
         # Out of memory on one rank explains the failures of the others.
@@ -88,6 +88,10 @@ def _crash(
 ) -> Outcome:
     """Return the outcome of a script that failed, from its log alone."""
     exception = _last_exception(plain)
+    tail = "\n".join(_last_traceback(plain) or plain[-_TAIL_LINES:])
+    if reports and not exception:  # a launcher fails, for example, after ranks that ended
+        ended = Outcome.from_json(reports[0])
+        return replace(ended, detail=ended.detail or tail)
     if reports:
         before_engine = all(data.get("before_engine") for data in reports)
     else:
@@ -96,7 +100,7 @@ def _crash(
     return Outcome(
         OutcomeKind.ERROR,
         message=exception or "the trial failed",
-        detail="\n".join(_last_traceback(plain) or plain[-_TAIL_LINES:]),
+        detail=tail,
         before_engine=before_engine,
     )
 
