@@ -53,7 +53,7 @@ class Submission:
     """A checked search, ready to be submitted to the master.
 
     Attributes:
-        files: files in the trials' folder, by relative path.
+        files: files and folders in the trials' folder, by relative path.
         package_folders: folders of `files` that also get this package.
     """
 
@@ -78,7 +78,8 @@ class Submission:
         yield from describe_search(self.name, self.job.plan, at_once)
         words = hide_secrets_in_words(self.config["entrypoint"])
         yield f"the search runner's entrypoint: {shlex.join(words)}"
-        yield f"to upload: {count(len(self.files), 'file')}, {fmt.memory(self.size_bytes)}"
+        num_files = sum(source.is_file() for source in self.files.values())
+        yield f"to upload: {count(num_files, 'file')}, {fmt.memory(self.size_bytes)}"
 
 
 @dataclass(frozen=True)

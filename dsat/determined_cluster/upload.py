@@ -29,12 +29,12 @@ _SHOWN = 5
 _OURS = Path(__file__).resolve().parents[1]  # this package
 _log = logging.getLogger(__name__)
 
-Files = Mapping[Path, Path]  # sources by their relative path in the context
+Files = Mapping[Path, Path]  # sources (files and folders) by their relative path in the context
 Ignore = Callable[[str, list[str]], "set[str]"]
 
 
 def collect_files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]:
-    """Return the files for the trials' folder, by relative path, without this package.
+    """Return files and folders for the trials' folder, by relative path, without this package.
 
     Raises UserInputError if two have the same name, or one would hide this package.
     """
@@ -53,13 +53,17 @@ def collect_files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]
         else:
             found[Path(source.name)] = source
     for target, source in found.items():
-        if target.parts[0] in (PACKAGE_FOLDER, "dsat.py") and _OURS not in source.parents:
+        if target.parts[0] in (PACKAGE_FOLDER, "dsat.py") and not _is_ours(source):
             raise UserInputError(
                 f"{target.parts[0]} would hide the package dsat in the trials",
                 where=str(model_dir),
                 hint="Rename it, or leave it out with a .detignore.",
             )
-    return {t: source for t, source in found.items() if _OURS not in source.parents}
+    return {t: source for t, source in found.items() if not _is_ours(source)}
+
+
+def _is_ours(source: Path) -> bool:
+    return _OURS in (source, *source.parents)
 
 
 def check_size(found: Files, folders: Collection[Path] = (), limit_bytes: int = LIMIT_BYTES) -> int:
@@ -67,9 +71,9 @@ def check_size(found: Files, folders: Collection[Path] = (), limit_bytes: int = 
 
     Raises UserInputError, with the largest files, if it exceeds the limit.
     """
-    sizes = Counter({target: source.stat().st_size for target, source in found.items()})
+    sizes = Counter({target: _size(source) for target, source in found.items()})
     sent = [*_trial_files(found, folders).values(), *_package().values()]
-    total = sum(source.stat().st_size for source in sent)
+    total = sum(map(_size, sent))
     if total > limit_bytes:
         largest = ", ".join(f"{name} ({fmt.memory(n)})" for name, n in sizes.most_common(_SHOWN))
         raise UserInputError(
@@ -81,12 +85,16 @@ def check_size(found: Files, folders: Collection[Path] = (), limit_bytes: int = 
     return total
 
 
+def _size(source: Path) -> int:
+    return 0 if source.is_dir() else source.stat().st_size
+
+
 def check_script(found: Files, where: Path, program: Entrypoint) -> set[Path]:
     """Return the user's files that import dsat, without which trials cannot be measured.
 
     Raises UserInputError if there are none; only warns if some code is missing or does not parse.
     """
-    imports = {t: _imports(source) for t, source in found.items() if t.suffix == ".py"}
+    imports = {t: _imports(source) for t, source in found.items() if _is_python(source)}
     users = {t for t, names in imports.items() if _has_dsat(names or ())}
     if users:
         return users
@@ -119,6 +127,10 @@ def package_folders(program: Entrypoint, users: Collection[Path]) -> set[Path]:
     else:
         found = {folder for user in users for folder in user.parents}
     return found - {Path()}
+
+
+def _is_python(source: Path) -> bool:
+    return source.suffix == ".py" and source.is_file()
 
 
 def _has_dsat(names: Collection[str]) -> bool:
@@ -155,8 +167,9 @@ def lay_out(found: Files, job: str, folder: Path, folders: Collection[Path] = ()
         (folder / name).mkdir()
         for target, source in files.items():
             copy = folder / name / target
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, copy)
+            (copy if source.is_dir() else copy.parent).mkdir(parents=True, exist_ok=True)
+            if source.is_file():
+                shutil.copy2(source, copy)
     (folder / JOB_FILE).write_text(job, encoding="utf-8")
 
 
@@ -189,10 +202,14 @@ def _package() -> dict[Path, Path]:
 
 
 def _walk(root: Path, prefix: Path, ignore: Ignore) -> Iterator[tuple[Path, Path]]:
+    """Yield the files and folders below a folder, which may be empty, with their targets."""
     for parent, folders, names in os.walk(root):
         here = Path(parent)
+        target = prefix / here.relative_to(root)
+        if target != Path():
+            yield target, here
         ignored = ignore(parent, [*folders, *names])
         folders[:] = sorted(set(folders) - ignored)
         for name in sorted(set(names) - ignored):
             if (here / name).is_file():
-                yield prefix / (here / name).relative_to(root), here / name
+                yield target / name, here / name

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,24 @@ def test_includes_keep_their_names_and_their_own_detignore(
     single = tmp_path / "elsewhere" / "ds.json"
     single.write_text("{}")
     assert uploaded(master, model, extra, single) == {*WHOLE, "ds.json", "extra/keep.py"}
+
+
+def test_empty_folders_are_uploaded_and_count_as_no_files(
+    master: StandIn, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script may write into them."""
+    assert dsat(model, "--dry-run") == 0
+    before = re.findall("to upload: .*", capsys.readouterr().out)
+    for folder in ("model/out/logs", "model/empty.py", "cache"):
+        (tmp_path / folder).mkdir(parents=True)
+    (model / "linked").symlink_to(tmp_path)
+    assert dsat(model, "--dry-run", "--add-files", tmp_path / "cache") == 0
+    assert re.findall("to upload: .*", capsys.readouterr().out) == before
+    assert dsat(model, "--detach", "--add-files", tmp_path / "cache") == 0
+    with tarfile.open(fileobj=io.BytesIO(master.experiment(1).model_def)) as archive:
+        folders = {each.name for each in archive if each.isdir()}
+    assert {"model/out/logs", "model/empty.py", "model/cache"} <= folders
+    assert "model/linked" not in folders
 
 
 @pytest.mark.parametrize(
