@@ -40,6 +40,8 @@ _DATA = "data"
 _SECRETS = (_STORAGE, _DATA, "integrations")
 _TRIALS_SECRETS = "dsat_trials"  # key in the runner's `data`: the trials' secrets, if they differ
 _SETTINGS = (ds_config.CONFIG_KEY, ds_config.OVERWRITE_KEY, ds_config.DSAT_SWITCHES_KEY)
+# Keys of the runner's experiment that the user cannot change.
+OF_RUNNER = frozenset(("entrypoint", "searcher", "hyperparameters"))
 # Keys of a training experiment that have no meaning for the search runner.
 _OF_TRAINING = (
     "checkpoint_policy min_checkpoint_period min_validation_period optimizations "

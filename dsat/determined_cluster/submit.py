@@ -282,11 +282,6 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
     if settings.memory_model == BY_SIMULATION:
         settings = replace(settings, memory_model=BY_FORMULA)  # the runner has no model to simulate
     plan = make_plan(settings, experiment, slots, args=args, switches={}, offload_helps=True)
-    changes = (
-        {}
-        if settings.search_runner_config is None
-        else experiments.read_mapping(settings.search_runner_config)
-    )
     files = upload.collect_files(experiment.model_dir, experiment.includes)
     users = upload.check_script(files, experiment.model_dir, program)
     folders = upload.package_folders(program, users)
@@ -306,10 +301,21 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         max_slots=settings.max_slots,
         run_full_experiment=settings.run_full_experiment,
     )
+    changes = _read_runner_changes(settings)
     config = job.runner_config(
         experiment, plan, max_restarts=settings.max_search_runner_restarts, changes=changes
     )
     return Submission(choice, experiment.name, submitted, config, files, size, folders)
+
+
+def _read_runner_changes(settings: Settings) -> dict[str, Any]:
+    """Return the user's changes for the search runner, without what dsat itself decides."""
+    path = settings.search_runner_config
+    changes = {} if path is None else experiments.read_mapping(path)
+    fixed = changes.keys() & job.OF_RUNNER
+    if fixed:
+        _log.info("note: %s: dsat sets %s itself", path, ", ".join(sorted(fixed)))
+    return {key: value for key, value in changes.items() if key not in fixed}
 
 
 def _check_mappings(settings: Settings) -> None:
