@@ -22,7 +22,8 @@ from dsat.determined_cluster import client as clients
 from dsat.determined_cluster import job, result, upload
 from dsat.determined_cluster.job import Job
 from dsat.determined_cluster.master import Master
-from dsat.determined_cluster.select_master import Choice, choose
+from dsat.determined_cluster.select_master import NOT_CONFIGURED, Choice, choose
+from dsat.engines.places import AUTO
 from dsat.errors import DsatError, UserInputError
 from dsat.prepare import source
 from dsat.run.journal import ENGINE, FILE_NAME, to_text
@@ -128,9 +129,11 @@ def select_place(settings: Settings) -> Choice:
     """
     local_only = [name for name in _LOCAL_ONLY if getattr(settings, name)]
     found = choose(settings.engine, fits=not settings.command)
-    if found.master is None and choose(settings.engine, fits=True).master is not None:
-        _log.info("tuning on this machine (%s)", found.reason)
     if found.master is None:
+        is_usable = choose(settings.engine, fits=True).master is not None
+        is_unclear = settings.config is not None and found.reason != NOT_CONFIGURED
+        if settings.engine == AUTO and (is_unclear or is_usable):
+            _log.info("tuning without a Determined cluster: %s", found.reason)
         return found
     hint = f"Use --engine local; else trials run on {found.master} ({found.reason})."
     for name in local_only:
