@@ -93,8 +93,10 @@ def check_script(found: Files, where: Path, program: Entrypoint) -> set[Path]:
     """Return the user's files that import dsat, without which trials cannot be measured.
 
     Raises UserInputError if there are none; only warns if some code is missing or does not parse.
+    Installed packages, as in a virtual environment, do not count.
     """
-    imports = {t: _imports(source) for t, source in found.items() if _is_python(source)}
+    own = {t: source for t, source in found.items() if "site-packages" not in t.parts}
+    imports = {t: _imports(source) for t, source in own.items() if _is_python(source)}
     users = {t for t, names in imports.items() if _has_dsat(names or ())}
     if users:
         return users
@@ -145,12 +147,16 @@ def _sources(program: Entrypoint) -> set[Path]:
 def _imports(source: Path) -> set[str] | None:
     """Return the modules that a source imports, and the imported names with their modules.
 
-    None if it does not parse, for example because it is for another version of Python.
+    None if it does not parse, for example because it is for another version of Python. A source
+    without the word `dsat` is not parsed, which would take long for many files.
     """
+    text = source.read_bytes()
+    if PACKAGE_FOLDER.encode() not in text:
+        return set()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the user's code
-            nodes = list(ast.walk(ast.parse(source.read_bytes())))
+            nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError):
         return None
     found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}

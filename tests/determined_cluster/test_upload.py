@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tarfile
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dsat.cli import main
+from dsat.command.entrypoint import Entrypoint
 from dsat.determined_cluster import upload
 from testing.master import StandIn
 
@@ -217,7 +219,8 @@ def test_the_code_must_know_of_dsat(
     [
         ("python3 -m mypkg.train", "import torch\n", False),
         ("./run.sh", "import torch\n", False),
-        ("python3 -m train", "print 'of another Python'\n", False),
+        ("python3 -m train", "print 'dsat of another Python'\n", False),
+        ("python3 -m train", "print 'of another Python'\n", True),
         ("python3 -m train", "import torch\n", True),
         ("python3 -m lib.net", "import torch\n", True),
         ("python3 -m determined.launch.deepspeed --trial train:Trial", "import torch\n", True),
@@ -231,3 +234,33 @@ def test_code_that_cannot_be_read_here_is_warned_of(
     assert dsat(model, "--dry-run", entrypoint=entrypoint) == (2 if refuses else 0)
     told = capsys.readouterr()
     assert ("uses dsat" in told.err + told.out) or ANCESTOR in told.err
+
+
+@pytest.mark.usefixtures("nowhere")
+@pytest.mark.parametrize("text", ["import dsat\n", f"import {ANCESTOR}\n"])
+def test_installed_packages_are_not_the_users_code(
+    text: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A virtual environment in the folder may hold Determined, whose code imports its own dsat."""
+    (model / "train.py").write_text("import torch\n")
+    package = model / ".venv" / "lib" / "python3.11" / "site-packages" / "determined"
+    package.mkdir(parents=True)
+    (package / "x.py").write_text(text)
+    assert dsat(model, "--dry-run") == 2
+    assert NOTHING in refused(capsys)
+
+
+def test_only_sources_that_may_import_dsat_are_parsed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parsing thousands of other files would take minutes."""
+    (model / "lib" / "net.py").write_text("import torch\n")
+    files, texts, parse = upload.collect_files(model, ()), [], ast.parse
+
+    def noted(text: bytes) -> ast.Module:
+        texts.append(text)
+        return parse(text)
+
+    monkeypatch.setattr("ast.parse", noted)
+    assert upload.check_script(files, model, Entrypoint()) == {Path("train.py")}
+    assert texts == [b"import dsat\n"]
