@@ -270,6 +270,7 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         program = entrypoints.parse(experiment.entrypoint, experiment.model_dir)
     except UserInputError:  # a cluster also runs entrypoints that dsat cannot start itself
         program = Entrypoint()
+        _check_auto_batch(experiment)
     else:
         source.check_config_path(experiment, program)
         source.check_ranks(program, slots)
@@ -319,6 +320,20 @@ def _read_runner_changes(settings: Settings) -> dict[str, Any]:
     if fixed:
         _log.info("note: %s: dsat sets %s itself", path, ", ".join(sorted(fixed)))
     return {key: value for key, value in changes.items() if key not in fixed}
+
+
+def _check_auto_batch(experiment: experiments.Experiment) -> None:
+    """Raise UserInputError if an "auto" batch size is a flag that dsat cannot read."""
+    base = experiment.base_config
+    sizes = script_args.batch_from_args(base, (), {}, experiment.hparams)
+    found = [sizes.get(key) for key in ds_config.BATCH_KEYS[:2]]
+    if ds_config.AUTO in found and not any(isinstance(size, int) for size in found):
+        raise UserInputError(
+            'dsat cannot read the script\'s arguments, and the batch size is "auto"',
+            where=f"{experiment.path}: entrypoint",
+            hint=f"Write {experiments.OVERRIDES}.train_micro_batch_size_per_gpu: N, with the "
+            "number that the script uses.",
+        )
 
 
 def _check_mappings(settings: Settings) -> None:

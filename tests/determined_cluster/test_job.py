@@ -199,3 +199,22 @@ def test_batch_sizes_of_a_trainer_may_be_hyperparameters(
     assert main.main(["tune", str(program / "deepspeed.yaml"), str(program), "--detach"]) == 0
     own = json.loads(master.context(1)["dsat_job.json"])["plan"]["own_batch"]
     assert (own["micro_batch"], own["gas"]) == batch
+
+
+def test_an_auto_batch_size_that_a_wrapped_script_gets_is_to_be_written(
+    master: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hparams: dict[str, Any] = {"deepspeed_config": AUTO}
+    program = changed(tmp_path, entrypoint="cd . && bash launch.sh", hyperparameters=hparams)
+    config = program / "deepspeed.yaml"
+    words = ["tune", str(config), str(program), "--detach"]
+    assert main.main(words) == 2
+    err = capsys.readouterr().err
+    key = "overwrite_deepspeed_args.train_micro_batch_size_per_gpu: N"
+    assert f"Write hyperparameters.{key}" in err
+    data = yaml.safe_load(config.read_text())
+    data["hyperparameters"]["overwrite_deepspeed_args"] = {"train_micro_batch_size_per_gpu": 3}
+    config.write_text(yaml.safe_dump(data))
+    assert main.main(words) == 0
+    plan = json.loads(master.context(1)["dsat_job.json"])["plan"]
+    assert plan["own_batch"]["micro_batch"] == 3
