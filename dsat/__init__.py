@@ -5,7 +5,11 @@ Importing this package does not import torch, deepspeed, determined or transform
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.version_info < (3, 10):  # noqa: UP036  # an image on a cluster may have any Python
+    raise ImportError("dsat needs Python 3.10 or newer, not " + sys.version.split()[0])
 
 from dsat.errors import DsatError, UserInputError
 from dsat.in_trial.script_api import (

@@ -14,9 +14,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsat.command import switches as known_switches
-from dsat.command.ds_config import AUTO, BATCH_KEYS, at, did_you_mean, whole_number
+from dsat.command.ds_config import (
+    AUTO,
+    BATCH_KEYS,
+    CONFIG_KEY,
+    OVERWRITE_KEY,
+    at,
+    did_you_mean,
+    whole_number,
+)
 from dsat.command.switches import CHECKPOINTING, CHECKPOINTING_FLAGS
-from dsat.errors import UserInputError
+from dsat.errors import InvalidTrial, UserInputError
 
 HF_BATCH_FLAGS: Mapping[str, str] = {
     "train_micro_batch_size_per_gpu": "--per_device_train_batch_size",
@@ -256,15 +264,18 @@ def adapt_to_trial(
 
 
 def batch_from_args(
-    config: Mapping[str, Any], args: Sequence[str], given: Mapping[str, str]
+    config: Mapping[str, Any],
+    args: Sequence[str],
+    given: Mapping[str, str],
+    hparams: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Replace missing and "auto" batch sizes by values of the script's flags.
 
     If a Trainer's command lacks a flag, the flag's default counts. Other sizes stay. `given` are
     the user's `arg_mappings`. Raises UserInputError for a flag that is not a positive integer.
     """
+    args = [*args, *_flags_of_hparams(hparams, args)]
     mappings, found = mappings_for(args, given), dict(config)
-    is_given = isinstance(config.get(BATCH_KEYS[0]), int)  # the global batch implies the others
     for key, default in _HF_DEFAULTS.items():
         if config.get(key) not in (None, AUTO) or key not in mappings:
             continue
@@ -272,9 +283,47 @@ def batch_from_args(
         if text is not None:
             number = int(text) if re.fullmatch(r"\+?[0-9]+", text, re.ASCII) else text
             found[key] = whole_number(number, mappings[key])
-        elif looks_like_hf(args) and (config.get(key) == AUTO or not is_given):
+        elif looks_like_hf(args) and _needs_flag(config, key):
             found[key] = default
     return found
+
+
+def _flags_of_hparams(hparams: Mapping[str, Any], args: Sequence[str]) -> list[str]:
+    """Return the batch-size flags that a Trainer's script makes from its hyperparameters.
+
+    Determined's examples append the hyperparameters `training_arguments` to the arguments.
+    """
+    others = {k: value for k, value in hparams.items() if k not in (CONFIG_KEY, OVERWRITE_KEY)}
+    found = {flag: setting(others, flag.lstrip("-")) for flag in HF_BATCH_FLAGS.values()}
+    if not looks_like_hf(args) and found["--per_device_train_batch_size"] is None:
+        return []  # the other name is also DeepSpeed's
+    return [w for flag, value in found.items() if value is not None for w in (flag, str(value))]
+
+
+def _needs_flag(config: Mapping[str, Any], key: str) -> bool:
+    """Return whether a configuration leaves a batch size to the script's flag."""
+    is_implied = isinstance(config.get(BATCH_KEYS[0]), int)  # by the global batch
+    return config.get(key) == AUTO or (config.get(key) is None and not is_implied)
+
+
+def expected_flags(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, int]:
+    """Return the batch-size flags that a Trainer's script must have, since `sizes` count on them.
+
+    `config` is the user's DeepSpeed configuration.
+    """
+    return {flag: sizes[key] for key, flag in HF_BATCH_FLAGS.items() if _needs_flag(config, key)}
+
+
+def check_flags(args: Sequence[str], expected: Mapping[str, int]) -> None:
+    """Raise InvalidTrial if a Trainer's arguments have other batch sizes than expected."""
+    for key, flag in HF_BATCH_FLAGS.items():
+        text = value_of(args, flag) or str(_HF_DEFAULTS[key])
+        if flag in expected and text != str(expected[flag]):
+            raise InvalidTrial(
+                f"the script runs with {flag} {text}, but dsat took {expected[flag]} for your own "
+                f"configuration. Write hyperparameters.{OVERWRITE_KEY}.{key}: {text} into the "
+                "experiment configuration"
+            )
 
 
 def _places(args: Sequence[str], flag: str, *, switch: bool = False) -> list[_Place]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dsat.determined_cluster import result
+from dsat.determined_cluster import result, trial_result
 from dsat.determined_cluster.job import SAID, describe_state, search_tag
 from dsat.determined_cluster.master import (
     ANSWERS_AGAIN,
@@ -23,10 +23,12 @@ from dsat.determined_cluster.master import (
 )
 from dsat.determined_cluster.result import RESULT_MARK
 from dsat.errors import UserInputError
+from dsat.values.text import hide_secrets
 
 FIRST_WITHOUT = (0, 38)
 LOCAL = "With --engine local, dsat tunes on this machine's own accelerators."
 _INTERVAL_S = 2.0
+_TAIL = 100  # lines of the log of a runner that failed
 _LATE = 2  # further requests after the end, since the last lines may arrive late
 
 
@@ -89,6 +91,13 @@ def follow(
             return state, found
         late += state in OVER
         time.sleep(_INTERVAL_S)
+
+
+def reason_of_failure(master: Master, runner_id: int) -> str:
+    """Return why a search runner failed, from the end of its log; empty if unknown."""
+    with explain_errors(master.address):
+        log = [line for t in master.trials(runner_id) for line in t.iter_logs(tail=_TAIL)]
+    return hide_secrets(trial_result.reason_of_failure(log))
 
 
 def end_search_of(master: Master, runner_id: int) -> int | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dsat.command import ds_config
+from dsat.command import ds_config, script_args
 from dsat.command.experiment import length_in_units, trial_hparams
 from dsat.determined_cluster import trial_result
 from dsat.determined_cluster.job import VARIED, Job, varied_values
@@ -53,13 +53,15 @@ class ClusterEngine:
     def launch(self, trial: Trial) -> list[Operation]:
         """Return the operations that start a trial; the caller has checked `free_slots`."""
         self.adopt(trial)
-        meter = MeterSpec.build(trial, self._job.trial, slots=self._job.plan.slots_per_trial)
+        plan = self._job.plan
+        meter = MeterSpec.build(trial, self._job.trial, slots=plan.slots_per_trial)
+        flags = script_args.expected_flags(plan.base_config, plan.own_batch.config())
         hparams = {
             **trial_hparams(self._job.hparams, trial.overrides, trial.script_args),
             VARIED: varied_values(trial),
             ds_config.DSAT_MODE_KEY: True,
             ds_config.DSAT_TRIAL_KEY: cluster_rank.spec_for_hparams(
-                meter, trial.id, self._runner_id
+                meter, trial.id, self._runner_id, flags
             ),
         }
         # Longer than the trial needs: the trial ends by itself.

@@ -39,6 +39,9 @@ _STORAGE = "checkpoint_storage"
 _DATA = "data"
 _SECRETS = (_STORAGE, _DATA, "integrations")
 _TRIALS_SECRETS = "dsat_trials"  # key in the runner's `data`: the trials' secrets, if they differ
+_SETTINGS = (ds_config.CONFIG_KEY, ds_config.OVERWRITE_KEY, ds_config.DSAT_SWITCHES_KEY)
+# Keys of the runner's experiment that the user cannot change.
+OF_RUNNER = frozenset(("entrypoint", "searcher", "hyperparameters"))
 # Keys of a training experiment that have no meaning for the search runner.
 _OF_TRAINING = (
     "checkpoint_policy min_checkpoint_period min_validation_period optimizations "
@@ -199,17 +202,18 @@ def _labels(config: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _as_constants(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters in which the settings of DeepSpeed and dsat are constants.
+    """Return hyperparameters in which mappings with a key `type` are constants.
 
-    Otherwise the master would read sections with a `type` (optimizer, scheduler) as ranges.
+    Otherwise the master would read them (optimizer, scheduler) as ranges, or refuse them. The
+    settings of DeepSpeed and dsat are single constants.
     """
-    sections = (ds_config.CONFIG_KEY, ds_config.OVERWRITE_KEY, ds_config.DSAT_SWITCHES_KEY)
-    return {
-        name: {"type": "const", "val": value}
-        if name in sections and isinstance(value, Mapping)
-        else value
-        for name, value in hparams.items()
-    }
+    return {name: _as_constant(value, name in _SETTINGS) for name, value in hparams.items()}
+
+
+def _as_constant(value: Any, whole: bool = False) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {"type": "const", "val": value} if whole or "type" in value else _as_constants(value)
 
 
 def _user_config(job: Job, tag: str, runner: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,13 +10,14 @@ from pathlib import Path
 from dsat.engines.places import PROVIDERS
 from dsat.values.files import home
 
+NOT_CONFIGURED = "no Determined master is configured"
 _MASTER_VARIABLES = ("DET_MASTER", "DET_MASTER_ADDR")
 _DEFAULT_HOSTS = ("localhost:8080", "127.0.0.1:8080")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Address of the master (None for this machine), and the reason as text."""
+    """Address of the master (None without one), and the reason as text."""
 
     master: str | None
     reason: str
@@ -31,11 +32,8 @@ def choose(engine: str, *, fits: bool) -> Choice:
         return Choice(None, f"--engine {engine}")
     configured = _find_configured()
     if engine == "determined":
-        master = configured.master if configured is not None else _DEFAULT_HOSTS[0]
-        return Choice(master, "--engine determined")
-    if configured is None:
-        return Choice(None, "no Determined master is configured")
-    if not fits:
+        return Choice(configured.master or _DEFAULT_HOSTS[0], "--engine determined")
+    if configured.master is not None and not fits:
         hint = "to tune there, name such a file and its folder"
         return Choice(
             None, f"{configured.reason}, but a cluster runs only experiment files: {hint}"
@@ -43,19 +41,22 @@ def choose(engine: str, *, fits: bool) -> Choice:
     return configured
 
 
-def _find_configured() -> Choice | None:
+def _find_configured() -> Choice:
     for variable in _MASTER_VARIABLES:
         if master := os.environ.get(variable):
             return Choice(master, f"{variable} is set")
-    elsewhere = [
-        (master, user)
-        for master, user in _logins().items()
-        if not master.endswith(tuple(f"//{host}" for host in _DEFAULT_HOSTS))
-    ]
-    if len(elsewhere) != 1:  # with several the choice is ambiguous
-        return None
-    [(master, user)] = elsewhere
-    return Choice(master, f"`det user login` of {user}")
+    logins = _logins()
+    nearby = tuple(f"//{host}" for host in _DEFAULT_HOSTS)
+    elsewhere = [master for master in logins if not master.endswith(nearby)]
+    if len(elsewhere) > 1:
+        return Choice(
+            None, f"there are logins at {' and '.join(elsewhere)}; DET_MASTER chooses a master"
+        )
+    if elsewhere:
+        return Choice(elsewhere[0], f"`det user login` of {logins[elsewhere[0]]}")
+    if logins:  # every test installation has one
+        return Choice(None, f"for the login at {min(logins)}, use --engine determined")
+    return Choice(None, NOT_CONFIGURED)
 
 
 def _logins() -> dict[str, str]:

@@ -7,7 +7,7 @@ import json
 import logging
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,8 @@ from dsat.determined_cluster import client as clients
 from dsat.determined_cluster import job, result, upload
 from dsat.determined_cluster.job import Job
 from dsat.determined_cluster.master import Master
-from dsat.determined_cluster.select_master import Choice, choose
+from dsat.determined_cluster.select_master import NOT_CONFIGURED, Choice, choose
+from dsat.engines.places import AUTO
 from dsat.errors import DsatError, UserInputError
 from dsat.prepare import source
 from dsat.run.journal import ENGINE, FILE_NAME, to_text
@@ -53,8 +54,8 @@ class Submission:
     """A checked search, ready to be submitted to the master.
 
     Attributes:
-        files: files in the trials' folder, by relative path.
-        script: relative path of the user's script; empty if unknown.
+        files: files and folders in the trials' folder, by relative path.
+        package_folders: folders of `files` that also get this package.
     """
 
     choice: Choice
@@ -63,7 +64,7 @@ class Submission:
     config: dict[str, Any]
     files: dict[Path, Path]
     size_bytes: int
-    script: Path
+    package_folders: Collection[Path]
 
     @property
     def place(self) -> str:
@@ -78,7 +79,8 @@ class Submission:
         yield from describe_search(self.name, self.job.plan, at_once)
         words = hide_secrets_in_words(self.config["entrypoint"])
         yield f"the search runner's entrypoint: {shlex.join(words)}"
-        yield f"to upload: {count(len(self.files), 'file')}, {fmt.memory(self.size_bytes)}"
+        num_files = sum(source.is_file() for source in self.files.values())
+        yield f"to upload: {count(num_files, 'file')}, {fmt.memory(self.size_bytes)}"
 
 
 @dataclass(frozen=True)
@@ -127,9 +129,11 @@ def select_place(settings: Settings) -> Choice:
     """
     local_only = [name for name in _LOCAL_ONLY if getattr(settings, name)]
     found = choose(settings.engine, fits=not settings.command)
-    if found.master is None and choose(settings.engine, fits=True).master is not None:
-        _log.info("tuning on this machine (%s)", found.reason)
     if found.master is None:
+        is_usable = choose(settings.engine, fits=True).master is not None
+        is_unclear = settings.config is not None and found.reason != NOT_CONFIGURED
+        if settings.engine == AUTO and (is_unclear or is_usable):
+            _log.info("tuning without a Determined cluster: %s", found.reason)
         return found
     hint = f"Use --engine local, because trials would run on {found.master} ({found.reason})."
     for name in local_only:
@@ -159,7 +163,7 @@ def submit(ready: Submission, *, detach: bool) -> Submitted:
     _log.info(ready.place)
     with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
         text = json.dumps(ready.job.to_json(), indent=1) + "\n"
-        upload.lay_out(ready.files, text, Path(folder), ready.script)
+        upload.lay_out(ready.files, text, Path(folder), ready.package_folders)
         with clients.explain_errors(ready.choice.master):
             number = master.create(ready.config, Path(folder))
     submitted = Submitted(number, master.url(number))
@@ -203,6 +207,8 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
         said = job.describe_state(state)
         if found.get("best") is None and found.get("stop_reason"):
             said = f"failed ({found['stop_reason']})"
+        elif state == "ERROR" and (reason := clients.reason_of_failure(master, number)):
+            said = f"{said} ({reason})"
         _log.info("experiment %d ended: %s; see %s", number, said, submitted.url)
     if not found.get("over"):
         left_over = clients.end_search_of(master, number)
@@ -264,6 +270,7 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         program = entrypoints.parse(experiment.entrypoint, experiment.model_dir)
     except UserInputError:  # a cluster also runs entrypoints that dsat cannot start itself
         program = Entrypoint()
+        _check_auto_batch(experiment)
     else:
         source.check_config_path(experiment, program)
         source.check_ranks(program, slots)
@@ -279,15 +286,10 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
     if settings.memory_model == BY_SIMULATION:
         settings = replace(settings, memory_model=BY_FORMULA)  # the runner has no model to simulate
     plan = make_plan(settings, experiment, slots, args=args, switches={}, offload_helps=True)
-    changes = (
-        {}
-        if settings.search_runner_config is None
-        else experiments.read_mapping(settings.search_runner_config)
-    )
     files = upload.collect_files(experiment.model_dir, experiment.includes)
-    upload.check_script(files, experiment.model_dir, program)
-    script = Path(program.script)
-    size = upload.check_size(files, script)
+    users = upload.check_script(files, experiment.model_dir, program)
+    folders = upload.package_folders(program, users)
+    size = upload.check_size(files, folders)
     submitted = Job(
         plan=plan,
         info={
@@ -303,10 +305,35 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         max_slots=settings.max_slots,
         run_full_experiment=settings.run_full_experiment,
     )
+    changes = _read_runner_changes(settings)
     config = job.runner_config(
         experiment, plan, max_restarts=settings.max_search_runner_restarts, changes=changes
     )
-    return Submission(choice, experiment.name, submitted, config, files, size, script)
+    return Submission(choice, experiment.name, submitted, config, files, size, folders)
+
+
+def _read_runner_changes(settings: Settings) -> dict[str, Any]:
+    """Return the user's changes for the search runner, without what dsat itself decides."""
+    path = settings.search_runner_config
+    changes = {} if path is None else experiments.read_mapping(path)
+    fixed = changes.keys() & job.OF_RUNNER
+    if fixed:
+        _log.info("note: %s: dsat sets %s itself", path, ", ".join(sorted(fixed)))
+    return {key: value for key, value in changes.items() if key not in fixed}
+
+
+def _check_auto_batch(experiment: experiments.Experiment) -> None:
+    """Raise UserInputError if an "auto" batch size is a flag that dsat cannot read."""
+    base = experiment.base_config
+    sizes = script_args.batch_from_args(base, (), {}, experiment.hparams)
+    found = [sizes.get(key) for key in ds_config.BATCH_KEYS[:2]]
+    if ds_config.AUTO in found and not any(isinstance(size, int) for size in found):
+        raise UserInputError(
+            'dsat cannot read the script\'s arguments, and the batch size is "auto"',
+            where=f"{experiment.path}: entrypoint",
+            hint=f"Write {experiments.OVERRIDES}.train_micro_batch_size_per_gpu: N, with the "
+            "number that the script uses.",
+        )
 
 
 def _check_mappings(settings: Settings) -> None:

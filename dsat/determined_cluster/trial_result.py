@@ -52,7 +52,7 @@ def _outcome_of_lines(lines: Sequence[str], plain: Sequence[str], *, failed: boo
     for data in found:
         if data["kind"] == OutcomeKind.OK.value:
             return Outcome.from_json(data)
-    # A script that exits with an error status also reports its end, but not the error.
+    # A script that fails also reports its end, but not the exception, which its log has.
     telling = [data for data in found if not (failed and data["ended"])]
     if telling:
         # Out of memory on one rank explains the failures of the others.
@@ -77,11 +77,21 @@ def _outcome_of_lines(lines: Sequence[str], plain: Sequence[str], *, failed: boo
     return Outcome(OutcomeKind.INVALID, message=message, detail=tail)
 
 
+def reason_of_failure(messages: Sequence[str]) -> str:
+    """Return the last exception in a log; without one its last line."""
+    lines = [line for message in messages for line in _without_prefix(message) if line.strip()]
+    return _last_exception(lines) or (lines[-1] if lines else "")
+
+
 def _crash(
     lines: Sequence[str], plain: Sequence[str], reports: Sequence[Mapping[str, Any]]
 ) -> Outcome:
     """Return the outcome of a script that failed, from its log alone."""
     exception = _last_exception(plain)
+    tail = "\n".join(_last_traceback(plain) or plain[-_TAIL_LINES:])
+    if reports and not exception:  # a launcher fails, for example, after ranks that ended
+        ended = Outcome.from_json(reports[0])
+        return replace(ended, detail=ended.detail or tail)
     if reports:
         before_engine = all(data.get("before_engine") for data in reports)
     else:
@@ -90,7 +100,7 @@ def _crash(
     return Outcome(
         OutcomeKind.ERROR,
         message=exception or "the trial failed",
-        detail="\n".join(_last_traceback(plain) or plain[-_TAIL_LINES:]),
+        detail=tail,
         before_engine=before_engine,
     )
 

@@ -12,7 +12,7 @@ import os
 import shutil
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import wrapt
@@ -29,12 +29,12 @@ _SHOWN = 5
 _OURS = Path(__file__).resolve().parents[1]  # this package
 _log = logging.getLogger(__name__)
 
-Files = Mapping[Path, Path]  # sources by their relative path in the context
+Files = Mapping[Path, Path]  # sources (files and folders) by their relative path in the context
 Ignore = Callable[[str, list[str]], "set[str]"]
 
 
 def collect_files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]:
-    """Return the files for the trials' folder, by relative path, without this package.
+    """Return files and folders for the trials' folder, by relative path, without this package.
 
     Raises UserInputError if two have the same name, or one would hide this package.
     """
@@ -53,23 +53,27 @@ def collect_files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]
         else:
             found[Path(source.name)] = source
     for target, source in found.items():
-        if target.parts[0] in (PACKAGE_FOLDER, "dsat.py") and _OURS not in source.parents:
+        if target.parts[0] in (PACKAGE_FOLDER, "dsat.py") and not _is_ours(source):
             raise UserInputError(
                 f"{target.parts[0]} would hide the package dsat in the trials",
                 where=str(model_dir),
                 hint="Rename it, or exclude it with a .detignore.",
             )
-    return {t: source for t, source in found.items() if _OURS not in source.parents}
+    return {t: source for t, source in found.items() if not _is_ours(source)}
 
 
-def check_size(found: Files, script: Path = Path(), limit_bytes: int = LIMIT_BYTES) -> int:
+def _is_ours(source: Path) -> bool:
+    return _OURS in (source, *source.parents)
+
+
+def check_size(found: Files, folders: Collection[Path] = (), limit_bytes: int = LIMIT_BYTES) -> int:
     """Return the size in bytes of the user's files and this package, as `lay_out` copies them.
 
     Raises UserInputError, with the largest files, if it exceeds the limit.
     """
-    sizes = Counter({target: source.stat().st_size for target, source in found.items()})
-    sent = [*_trial_files(found, script).values(), *_package().values()]
-    total = sum(source.stat().st_size for source in sent)
+    sizes = Counter({target: _size(source) for target, source in found.items()})
+    sent = [*_trial_files(found, folders).values(), *_package().values()]
+    total = sum(map(_size, sent))
     if total > limit_bytes:
         largest = ", ".join(f"{name} ({fmt.memory(n)})" for name, n in sizes.most_common(_SHOWN))
         raise UserInputError(
@@ -81,15 +85,22 @@ def check_size(found: Files, script: Path = Path(), limit_bytes: int = LIMIT_BYT
     return total
 
 
-def check_script(found: Files, where: Path, program: Entrypoint) -> None:
-    """Check that the user's code imports dsat, without which trials cannot be measured.
+def _size(source: Path) -> int:
+    return 0 if source.is_dir() else source.stat().st_size
 
-    Raises UserInputError if it does not; only warns if some code is missing or does not parse.
+
+def check_script(found: Files, where: Path, program: Entrypoint) -> set[Path]:
+    """Return the user's files that import dsat, without which trials cannot be measured.
+
+    Raises UserInputError if there are none; only warns if some code is missing or does not parse.
+    Installed packages, as in a virtual environment, do not count.
     """
-    imported = [_imports(source) for source in found.values() if source.suffix == ".py"]
-    names = {name for each in imported for name in each or ()}
-    if any(name.split(".")[0] == "dsat" for name in names):
-        return
+    own = {t: source for t, source in found.items() if "site-packages" not in t.parts}
+    imports = {t: _imports(source) for t, source in own.items() if _is_python(source)}
+    users = {t for t, names in imports.items() if _has_dsat(names or ())}
+    if users:
+        return users
+    names = {name for each in imports.values() for name in each or ()}
     ancestor = "determined.pytorch.dsat" in names
     problem = (
         "the code uses determined.pytorch.dsat" if ancestor else "nothing in the code uses dsat"
@@ -100,9 +111,32 @@ def check_script(found: Files, where: Path, program: Entrypoint) -> None:
         + " and pass dsat.get_ds_config_from_hparams(hparams) to deepspeed.initialize, or use "
         "dsat.get_hf_args_with_overwrites. With --engine local, this is not needed."
     )
-    if ancestor or (_sources(program) & found.keys() and None not in imported):
+    if ancestor or (_sources(program) & found.keys() and None not in imports.values()):
         raise UserInputError(problem, where=str(where), hint=hint)
     _log.warning("%s: %s, though some of it could not be read. %s", where, problem, hint)
+    return set()
+
+
+def package_folders(program: Entrypoint, users: Collection[Path]) -> set[Path]:
+    """Return the folders below the model folder where Python may look for this package.
+
+    Python looks beside the script, which is unknown if dsat cannot read the entrypoint (`cd src &&
+    ...`). It is then in a folder of, or above, one of the files that import dsat (`users`).
+    """
+    script = Path(program.script)
+    if program != Entrypoint():
+        found = {script.parent} if not script.is_absolute() else set()
+    else:
+        found = {folder for user in users for folder in user.parents}
+    return found - {Path()}
+
+
+def _is_python(source: Path) -> bool:
+    return source.suffix == ".py" and source.is_file()
+
+
+def _has_dsat(names: Collection[str]) -> bool:
+    return any(name.split(".")[0] == "dsat" for name in names)
 
 
 def _sources(program: Entrypoint) -> set[Path]:
@@ -113,12 +147,16 @@ def _sources(program: Entrypoint) -> set[Path]:
 def _imports(source: Path) -> set[str] | None:
     """Return the modules that a source imports, and the imported names with their modules.
 
-    None if it does not parse, for example because it is for another version of Python.
+    None if it does not parse, for example because it is for another version of Python. A source
+    without the word `dsat` is not parsed, which would take long for many files.
     """
+    text = source.read_bytes()
+    if PACKAGE_FOLDER.encode() not in text:
+        return set()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the user's code
-            nodes = list(ast.walk(ast.parse(source.read_bytes())))
+            nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError):
         return None
     found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
@@ -128,27 +166,24 @@ def _imports(source: Path) -> set[str] | None:
     return found
 
 
-def lay_out(found: Files, job: str, folder: Path, script: Path = Path()) -> None:
-    """Write the search runner's context into an empty folder.
-
-    If the script is in a subfolder, dsat is also put beside it, where Python looks for packages.
-    """
-    folders = {MODEL_FOLDER: _trial_files(found, script), PACKAGE_FOLDER: _package()}
-    for name, contents in folders.items():
+def lay_out(found: Files, job: str, folder: Path, folders: Collection[Path] = ()) -> None:
+    """Write the search runner's context into an empty folder, with dsat also in `folders`."""
+    contents = {MODEL_FOLDER: _trial_files(found, folders), PACKAGE_FOLDER: _package()}
+    for name, files in contents.items():
         (folder / name).mkdir()
-        for target, source in contents.items():
+        for target, source in files.items():
             copy = folder / name / target
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, copy)
+            (copy if source.is_dir() else copy.parent).mkdir(parents=True, exist_ok=True)
+            if source.is_file():
+                shutil.copy2(source, copy)
     (folder / JOB_FILE).write_text(job, encoding="utf-8")
 
 
-def _trial_files(found: Files, script: Path) -> Files:
-    """Return the files of the trials' folder, with this package beside a script in a subfolder."""
-    if script.parent == Path() or script.is_absolute():
-        return found
-    beside = script.parent / PACKAGE_FOLDER
-    return {**found, **{beside / target: source for target, source in _package().items()}}
+def _trial_files(found: Files, folders: Collection[Path]) -> Files:
+    """Return the files of the trials' folder, with this package in `folders`."""
+    package = _package() if folders else {}
+    copies = {f / PACKAGE_FOLDER / t: source for f in folders for t, source in package.items()}
+    return {**found, **copies}
 
 
 def _make_ignore_rule(root: Path) -> Ignore:
@@ -173,10 +208,14 @@ def _package() -> dict[Path, Path]:
 
 
 def _walk(root: Path, prefix: Path, ignore: Ignore) -> Iterator[tuple[Path, Path]]:
+    """Yield the files and folders below a folder, which may be empty, with their targets."""
     for parent, folders, names in os.walk(root):
         here = Path(parent)
+        target = prefix / here.relative_to(root)
+        if target != Path():
+            yield target, here
         ignored = ignore(parent, [*folders, *names])
         folders[:] = sorted(set(folders) - ignored)
         for name in sorted(set(names) - ignored):
             if (here / name).is_file():
-                yield prefix / (here / name).relative_to(root), here / name
+                yield target / name, here / name

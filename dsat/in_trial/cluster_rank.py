@@ -52,11 +52,16 @@ _attached: Task | None = None
 _has_switches = False
 
 
-def spec_for_hparams(meter: MeterSpec, trial_id: int, runner_id: int) -> dict[str, Any]:
-    """Return the value of a trial's hyperparameter `DSAT_TRIAL_KEY`."""
+def spec_for_hparams(
+    meter: MeterSpec, trial_id: int, runner_id: int, flags: Mapping[str, int]
+) -> dict[str, Any]:
+    """Return the value of a trial's hyperparameter `DSAT_TRIAL_KEY`.
+
+    `flags` are the batch-size flags that the script of a Trainer must have.
+    """
     # As text, because a master reads a null or a nested value as another hyperparameter.
     spec = json.dumps(meter.to_json(), separators=(",", ":"))
-    return {"id": trial_id, "spec": spec, "runner": runner_id}
+    return {"id": trial_id, "spec": spec, "runner": runner_id, "flags": json.dumps(flags)}
 
 
 def attach(hparams: Mapping[str, Any]) -> Task | None:

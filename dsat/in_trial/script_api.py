@@ -109,7 +109,8 @@ def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any])
         UserInputError: the overrides are not a mapping; or there are overrides, but the arguments
             name no DeepSpeed configuration, or it cannot be read.
     """
-    _attach(hparams)
+    if _attach(hparams) is not None:
+        script_args.check_flags(args, json.loads(hparams[DSAT_TRIAL_KEY]["flags"]))
     overrides = _overrides(hparams)
     if not overrides:
         return list(args)

@@ -75,7 +75,7 @@ def simulate(settings: ModelSettings) -> Iterator[SimulatedModel]:
     experiment, program = source.experiment, source.program
     installed_deepspeed.check(experiment, program)
     config = script_args.batch_from_args(
-        experiment.base_config, program.args, experiment.arg_mappings
+        experiment.base_config, program.args, experiment.arg_mappings, experiment.hparams
     )
     recompute = settings.activation_checkpointing
     switches = {} if recompute is None else {CHECKPOINTING: recompute == "on"}

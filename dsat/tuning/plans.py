@@ -51,7 +51,7 @@ def make_plan(
     """
     _check_metric(settings)
     base = experiment.base_config
-    sizes = script_args.batch_from_args(base, args, experiment.arg_mappings)
+    sizes = script_args.batch_from_args(base, args, experiment.arg_mappings, experiment.hparams)
     own_batch = ds_config.resolve_batch(sizes, slots, where=experiment.ds_config_name)
     listed = dict(experiment.choices)
     stages = listed.pop("stage", ds_config.STAGES)

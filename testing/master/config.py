@@ -7,7 +7,10 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from testing.master.errors import invalid
+
 Json = dict[str, Any]
+_TYPES = ("const", "int", "double", "log", "categorical")
 
 
 def complete(text: str, checkpoints: str) -> Json:
@@ -41,7 +44,11 @@ def point_of(hyperparameters: Mapping[str, Any]) -> Json:
 def _normalized(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return {"type": "const", "val": value}
-    return dict(value) if "type" in value else normalized(value)
+    if "type" not in value:
+        return normalized(value)
+    if value["type"] not in _TYPES:
+        raise invalid(f"unknown hyperparameter type {value['type']!r}")
+    return dict(value)
 
 
 def _first(value: Any) -> Any:

@@ -52,9 +52,10 @@ REPORTS = [
     # A measurement in the log counts: the script has no reporting context.
     (leave("warning: Address already in use, trying the next port", line(RAN, ended=True)), (OK,)),
     (crash(line(RAN, ended=True)), (OK,)),
-    # A script that exits with an error status has failed.
     (leave("no config", line(failed(INVALID, "too short"), ended=True)), (INVALID, "too short")),
-    (crash("no config", line(failed(INVALID, "too short"), ended=True)), (ERROR, "failed")),
+    # An exception says more than the report of the end; a launcher's error status says less.
+    (crash(*TRACEBACK, line(failed(INVALID, "too short"), ended=True)), (ERROR, "KeyError: 'x'")),
+    (crash("no config", line(failed(INVALID, "too short"), ended=True)), (INVALID, "too short")),
     (crash(line(failed(OOM))[:-20]), (ERROR, "failed")),  # cut off by another writer
     # One rank's report explains the failures of the others.
     (
@@ -134,8 +135,8 @@ def test_every_way_in_which_a_trial_ends(
         (crash(f"{ATTACHED_MARK}5.a.0", *TRACEBACK), False),
         (crash(f"{ATTACHED_MARK}5.a.0", "ValueError: that is a sentence."), False),
         (crash("nobody knows why"), False),
-        (crash(line(failed("INVALID"), ended=True)), False),
-        (crash(line(replace(failed("INVALID"), before_engine=True), ended=True)), True),
+        (crash(line(failed("ERROR"), ended=True)), False),
+        (crash(line(replace(failed("ERROR"), before_engine=True), ended=True)), True),
         (crash(line(replace(failed("ERROR"), before_engine=True))), True),
     ],
 )
@@ -184,3 +185,16 @@ def test_how_long_a_trial_took_is_what_it_says_or_the_time_since_its_launch(
         there.search("pretend", "--max-trials", 2, "--finals", 0)
         own, other = there.outcomes().values()
         assert own.duration_s == 5000.0 and 0 < other.duration_s < 5000.0
+
+
+def test_a_runner_that_cannot_run_says_why(tmp_path: Path) -> None:
+    """Otherwise users would have to look for its log in the web UI."""
+    (tmp_path / "file").write_text("no folder")
+    storage = {"type": "shared_fs", "host_path": str(tmp_path / "file")}
+    program = changed(tmp_path, checkpoint_storage=storage)
+    with quick_cluster(tmp_path) as there:
+        told = there.search(program, "--max-search-runner-restarts", 0)
+        assert told.status == 1, told
+        assert f"experiment {RUNNER} ended: error (NotADirectoryError" in told.err, there.said[
+            -2000:
+        ]

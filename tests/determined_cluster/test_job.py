@@ -15,10 +15,12 @@ from testing.on_cluster import SEARCH, OnCluster, changed, quick_cluster
 
 SECRET = "hunter2"
 DS = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {}}}
-HPARAMS = {
+HPARAMS: dict[str, Any] = {
     "deepspeed_config": DS,
     "overwrite_deepspeed_args": {"gradient_clipping": 2.0, "scheduler": {"type": "WarmupLR"}},
     "width": {"type": "const", "val": 3},
+    "model": {"type": "const", "val": {"type": "bert", "norm": {"type": "rms"}}},
+    "data": {"seed": 1, "sampler": {"type": "const", "val": {"type": "random"}}},
 }
 ENVIRONMENT = {
     "image": "my/image:1",
@@ -81,6 +83,10 @@ def test_each_experiment_has_what_is_the_users_and_what_is_its_own(tmp_path: Pat
         assert hparams["_use_dsat_mode"] is True and hparams["width"] == 3
         # The master must not take DeepSpeed's sections with a `type` for ranges.
         assert hparams["deepspeed_config"] == {"type": "const", "val": DS}
+        for found in (hparams, full["hyperparameters"]):
+            assert {name: found[name] for name in ("model", "data")} == {
+                name: HPARAMS[name] for name in ("model", "data")
+            }
         assert full["searcher"] == SEARCHER and full["profiling"] == {"enabled": True}
         assert full["hyperparameters"]["deepspeed_config"] == {"type": "const", "val": DS}
         given = full["hyperparameters"]["overwrite_deepspeed_args"]["val"]
@@ -164,3 +170,51 @@ def test_trials_at_once_take_no_more_slots_than_are_allowed(
         assert there.master.made_up is not None and there.master.made_up.most == at_once
         resources = there.master.experiment(SEARCH).config["resources"]
         assert resources["max_slots"] == 2 * at_once
+
+
+AUTO = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "optimizer": DS["optimizer"],
+}
+SIZES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+
+
+@pytest.mark.parametrize(
+    ("words", "hparams", "batch"),
+    [
+        ("train.py --deepspeed ds.json", {}, (8, 1)),
+        ("train.py --deepspeed ds.json", SIZES, (2, 3)),
+        ("train.py --deepspeed ds.json", {"training_arguments": SIZES}, (2, 3)),
+        ("train.py --deepspeed ds.json --per_device_train_batch_size 4", {"a": SIZES}, (2, 3)),
+        ("train.py", {"training_arguments": {**SIZES, "deepspeed": "ds.json"}}, (2, 3)),
+    ],
+)
+def test_batch_sizes_of_a_trainer_may_be_hyperparameters(
+    words: str, hparams: dict[str, Any], batch: tuple[int, int], master: StandIn, tmp_path: Path
+) -> None:
+    hparams = {"deepspeed_config": "ds.json", **hparams}
+    program = changed(tmp_path, entrypoint=f"python3 {words}", hyperparameters=hparams)
+    (program / "ds.json").write_text(json.dumps(AUTO))
+    assert main.main(["tune", str(program / "deepspeed.yaml"), str(program), "--detach"]) == 0
+    own = json.loads(master.context(1)["dsat_job.json"])["plan"]["own_batch"]
+    assert (own["micro_batch"], own["gas"]) == batch
+
+
+def test_an_auto_batch_size_that_a_wrapped_script_gets_is_to_be_written(
+    master: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hparams: dict[str, Any] = {"deepspeed_config": AUTO}
+    program = changed(tmp_path, entrypoint="cd . && bash launch.sh", hyperparameters=hparams)
+    config = program / "deepspeed.yaml"
+    words = ["tune", str(config), str(program), "--detach"]
+    assert main.main(words) == 2
+    err = capsys.readouterr().err
+    key = "overwrite_deepspeed_args.train_micro_batch_size_per_gpu: N"
+    assert f"Write hyperparameters.{key}" in err
+    data = yaml.safe_load(config.read_text())
+    data["hyperparameters"]["overwrite_deepspeed_args"] = {"train_micro_batch_size_per_gpu": 3}
+    config.write_text(yaml.safe_dump(data))
+    assert main.main(words) == 0
+    plan = json.loads(master.context(1)["dsat_job.json"])["plan"]
+    assert plan["own_batch"]["micro_batch"] == 3

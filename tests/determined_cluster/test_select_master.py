@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from dsat.cli import main
 from dsat.determined_cluster.select_master import auth_file, choose
 from dsat.engines.places import PROVIDERS
+from testing.local import PROGRAMS
 
 FAR = "http://gpus.example.com:8080"
 NEAR = "http://localhost:8080"
@@ -82,3 +84,29 @@ def test_the_file_is_where_determined_has_it(
         monkeypatch.setenv(variable, str(tmp_path))
         assert auth_file() == util.get_config_path() / "auth.json"
         monkeypatch.delenv(variable)
+
+
+@pytest.mark.parametrize(
+    ("logins", "options", "said"),
+    [
+        ([], [], None),
+        ([NEAR], [], "use --engine determined"),
+        ([FAR, "http://other:8080"], [], f"{FAR} and http://other:8080; DET_MASTER chooses"),
+        ([NEAR], ["--engine", "local"], None),
+    ],
+)
+def test_an_experiment_says_why_it_is_not_tuned_on_a_cluster(
+    logins: list[str],
+    options: list[str],
+    said: str | None,
+    auth: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    masters = {each: {"active_user": "eve", "tokens": {"eve": "t"}} for each in logins}
+    auth.write_text(json.dumps({"version": 2, "masters": masters}))
+    program = PROGRAMS / "pretend"
+    words = ["tune", str(program / "deepspeed.yaml"), str(program), "--dry-run", *options]
+    assert main.main([*words, "--devices", "1"]) == 0
+    first, *_ = capsys.readouterr().err.splitlines() or [""]
+    prefix = "tuning without a Determined cluster: "
+    assert first.startswith(prefix) is (said is not None) and (said or "") in first

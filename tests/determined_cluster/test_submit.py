@@ -90,6 +90,26 @@ def test_the_search_is_submitted_where_the_user_wants_it(
     assert "the master refuses" in refused(capsys)
 
 
+def test_a_whole_configuration_of_the_ancestors_runner_starts_dsats_runner(
+    master: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = tmp_path / "runner.yaml"
+    changes.write_text(
+        "{name: mine, entrypoint: python3 -m determined.pytorch.dsat._run_dsat, max_restarts: 5,"
+        " searcher: {name: single, metric: loss, max_length: 0}, hyperparameters: {a: 1},"
+        " resources: {slots_per_trial: 0, resource_pool: small}}\n"
+    )
+    assert dsat("--search-runner-config", changes, "--detach") == 0
+    said = f"note: {changes}: dsat sets entrypoint, hyperparameters, searcher itself"
+    assert said in capsys.readouterr().err
+    config = master.experiment(1).config
+    assert "dsat.determined_cluster.runner" in config["entrypoint"]
+    assert config["searcher"]["max_length"] == {"batches": 100}
+    assert "a" not in config["hyperparameters"]
+    assert (config["name"], config["max_restarts"]) == ("mine", 5)
+    assert config["resources"]["resource_pool"] == "small"
+
+
 @pytest.mark.slow
 def test_the_last_whole_result_of_a_log_counts(
     tmp_path: Path,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import io
 import re
+import tarfile
 from pathlib import Path
 
 import pytest
 
 from dsat.cli import main
+from dsat.command.entrypoint import Entrypoint
 from dsat.determined_cluster import upload
 from testing.master import StandIn
 
@@ -79,23 +83,53 @@ def test_includes_keep_their_names_and_their_own_detignore(
     assert uploaded(master, model, extra, single) == {*WHOLE, "ds.json", "extra/keep.py"}
 
 
-def test_a_script_in_a_folder_below_finds_the_package_beside_it(
-    master: StandIn, model: Path
+def test_empty_folders_are_uploaded_and_count_as_no_files(
+    master: StandIn, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (model / "scripts").mkdir()
-    (model / "scripts" / "train.py").write_text("import dsat\n")
-    assert dsat(model, "--detach", entrypoint="python3 scripts/train.py") == 0
-    assert "model/scripts/dsat/__init__.py" in master.context(1)
-    assert "model/dsat/__init__.py" not in master.context(1)
+    """A script may write into them."""
+    assert dsat(model, "--dry-run") == 0
+    before = re.findall("to upload: .*", capsys.readouterr().out)
+    for folder in ("model/out/logs", "model/empty.py", "cache"):
+        (tmp_path / folder).mkdir(parents=True)
+    (model / "linked").symlink_to(tmp_path)
+    assert dsat(model, "--dry-run", "--add-files", tmp_path / "cache") == 0
+    assert re.findall("to upload: .*", capsys.readouterr().out) == before
+    assert dsat(model, "--detach", "--add-files", tmp_path / "cache") == 0
+    with tarfile.open(fileobj=io.BytesIO(master.experiment(1).model_def)) as archive:
+        folders = {each.name for each in archive if each.isdir()}
+    assert {"model/out/logs", "model/empty.py", "model/cache"} <= folders
+    assert "model/linked" not in folders
 
 
-@pytest.mark.parametrize("script", ["train.py", "scripts/train.py"])
-def test_all_that_is_sent_counts(script: str, model: Path, tmp_path: Path) -> None:
-    files, sent = {Path(script): model / "train.py"}, tmp_path / "sent"
+@pytest.mark.parametrize(
+    ("entrypoint", "importer", "folders"),
+    [
+        ("python3 train.py", "lib/net.py", set()),
+        ("python3 scripts/train.py", "scripts/train.py", {"scripts"}),
+        ("python3 -m lib.net", "lib/net.py", set()),
+        ("cd lib && python3 net.py", "lib/net.py", {"lib"}),
+        ("bash run.sh", "src/a/net.py", {"src", "src/a"}),  # the script may be in either
+    ],
+)
+def test_a_script_in_a_folder_below_finds_the_package_beside_it(
+    entrypoint: str, importer: str, folders: set[str], master: StandIn, model: Path
+) -> None:
+    (model / "train.py").write_text("import torch\n")
+    (model / importer).parent.mkdir(parents=True, exist_ok=True)
+    (model / importer).write_text("import dsat\n")
+    assert dsat(model, "--detach", entrypoint=entrypoint) == 0
+    end = "/dsat/__init__.py"
+    beside = {name.removesuffix(end) for name in master.context(1) if name.endswith(end)}
+    assert beside == {f"model/{folder}" for folder in folders}
+
+
+@pytest.mark.parametrize("folders", [(), ("scripts",)])
+def test_all_that_is_sent_counts(folders: tuple[str, ...], model: Path, tmp_path: Path) -> None:
+    files, sent = {Path("scripts/train.py"): model / "train.py"}, tmp_path / "sent"
     sent.mkdir()
-    upload.lay_out(files, "", sent, Path(script))
+    upload.lay_out(files, "", sent, list(map(Path, folders)))
     size = sum(path.stat().st_size for path in sent.rglob("*") if path.is_file())
-    assert upload.check_size(files, Path(script)) == size
+    assert upload.check_size(files, list(map(Path, folders))) == size
 
 
 def refused(capsys: pytest.CaptureFixture[str]) -> str:
@@ -185,7 +219,8 @@ def test_the_code_must_know_of_dsat(
     [
         ("python3 -m mypkg.train", "import torch\n", False),
         ("./run.sh", "import torch\n", False),
-        ("python3 -m train", "print 'of another Python'\n", False),
+        ("python3 -m train", "print 'dsat of another Python'\n", False),
+        ("python3 -m train", "print 'of another Python'\n", True),
         ("python3 -m train", "import torch\n", True),
         ("python3 -m lib.net", "import torch\n", True),
         ("python3 -m determined.launch.deepspeed --trial train:Trial", "import torch\n", True),
@@ -199,3 +234,33 @@ def test_code_that_cannot_be_read_here_is_warned_of(
     assert dsat(model, "--dry-run", entrypoint=entrypoint) == (2 if refuses else 0)
     told = capsys.readouterr()
     assert ("uses dsat" in told.err + told.out) or ANCESTOR in told.err
+
+
+@pytest.mark.usefixtures("nowhere")
+@pytest.mark.parametrize("text", ["import dsat\n", f"import {ANCESTOR}\n"])
+def test_installed_packages_are_not_the_users_code(
+    text: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A virtual environment in the folder may hold Determined, whose code imports its own dsat."""
+    (model / "train.py").write_text("import torch\n")
+    package = model / ".venv" / "lib" / "python3.11" / "site-packages" / "determined"
+    package.mkdir(parents=True)
+    (package / "x.py").write_text(text)
+    assert dsat(model, "--dry-run") == 2
+    assert NOTHING in refused(capsys)
+
+
+def test_only_sources_that_may_import_dsat_are_parsed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parsing thousands of other files would take minutes."""
+    (model / "lib" / "net.py").write_text("import torch\n")
+    files, texts, parse = upload.collect_files(model, ()), [], ast.parse
+
+    def noted(text: bytes) -> ast.Module:
+        texts.append(text)
+        return parse(text)
+
+    monkeypatch.setattr("ast.parse", noted)
+    assert upload.check_script(files, model, Entrypoint()) == {Path("train.py")}
+    assert texts == [b"import dsat\n"]

@@ -23,6 +23,7 @@ from testing.scripts import CONFIG, PLAIN
 from tests.conftest import ROOT
 
 SPEC = MeterSpec(TrialOptions(timeout_s=60.0, end_step=5), micro_batch=2, gas=1, stage=1, slots=1)
+FLAGS = {"--per_device_train_batch_size": 8}  # that the script of a Trainer must have
 # A script in a container; Determined's package is its only view of the cluster.
 CONTAINER = """
 import json, sys, time
@@ -86,7 +87,7 @@ def rank_of(
     **spec: Any,
 ) -> Rank:
     """Run a script as a rank of a trial on a cluster, with values of its switches."""
-    trial = spec_for_hparams(replace(SPEC, **spec), 1, 1)
+    trial = spec_for_hparams(replace(SPEC, **spec), 1, 1, FLAGS)
     given = {"_use_dsat_mode": True, "_dsat_trial": trial, "deepspeed_config": CONFIG}
     given |= {"_dsat_switches": switches} if switches else {}
     indented = "\n".join(f"    {line}" for line in body.splitlines())
@@ -206,12 +207,23 @@ def test_a_process_says_in_its_log_why_it_ends(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 8])
+def test_batch_sizes_that_dsat_did_not_see_make_a_trial_invalid(tmp_path: Path, size: int) -> None:
+    args = ["--deepspeed", "ds.json", f"--per_device_train_batch_size={size}"]
+    found = rank_of(tmp_path, f"print(dsat.get_hf_args_with_overwrites({args}, HPARAMS))")
+    [told] = found.told
+    assert told["kind"] == "INVALID"
+    said = "runs with --per_device_train_batch_size 2, but dsat took 8"
+    assert (said in told["message"]) is (size == 2), told
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hparams",
     [
         {"_use_dsat_mode": True},
-        {"_dsat_trial": spec_for_hparams(SPEC, 1, 1)},
-        {"_use_dsat_mode": False, "_dsat_trial": spec_for_hparams(SPEC, 1, 1)},
+        {"_dsat_trial": spec_for_hparams(SPEC, 1, 1, {})},
+        {"_use_dsat_mode": False, "_dsat_trial": spec_for_hparams(SPEC, 1, 1, {})},
     ],
 )
 def test_other_trials_are_left_alone(tmp_path: Path, hparams: Any) -> None:
