@@ -227,7 +227,7 @@ def register_search(name: str, search: type[Search]) -> None:
         TypeError: the class is not a search, or does not implement every abstract method.
     """
     if name in BUILT_IN:
-        raise ValueError(f"dsat has a method {name!r} itself: choose another name")
+        raise ValueError(f"dsat already has a method {name!r}: choose another name")
     is_search = isinstance(search, type) and issubclass(search, Search)
     if not is_search or inspect.isabstract(search):
         hint = ""
@@ -252,7 +252,7 @@ def register_engine(name: str, make_engine: EngineFactory) -> None:
         ValueError: dsat has a built-in engine of this name.
     """
     if name in ENGINE_NAMES:
-        raise ValueError(f"dsat has an engine {name!r} itself: choose another name")
+        raise ValueError(f"dsat already has an engine {name!r}: choose another name")
     local.ENGINES[name] = make_engine
 
 

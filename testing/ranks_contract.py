@@ -108,8 +108,8 @@ class RanksContract(abc.ABC):
             ("exit on 1", "ERROR", ("exit status 3",)),
             ("is killed on 1", "HOST_OOM", ("SIGKILL", "memory")),
             ("exhausts memory on 1", "OOM", ("rank 1", "out of memory", "tried to allocate")),
-            ("ends early", "INVALID", ("after 3 optimizer steps", "up to 5")),
-            ("exits early", "INVALID", ("after 3 optimizer steps", "up to 5")),
+            ("ends early", "INVALID", ("after 3 optimizer steps", "up to step 5")),
+            ("exits early", "INVALID", ("after 3 optimizer steps", "up to step 5")),
         ],
     )
     def test_a_failure_on_one_rank_ends_the_trial_at_once(

@@ -92,7 +92,7 @@ class StateWatch:
     def _enter(self, state: str, now: float) -> None:
         if state != self._state:
             if self._logged_s is not None and state == "RUNNING":
-                self._say(f"trials run, after {fmt.duration(now - self._since_s)}")
+                self._say(f"trials run now, after waiting {fmt.duration(now - self._since_s)}")
             was_waiting, self._state = self._state in _WAITING, state
             if not (was_waiting and state in _WAITING):
                 self._since_s, self._logged_s = now, None
@@ -100,4 +100,4 @@ class StateWatch:
             return
         if self._logged_s is None or now - self._logged_s >= _LOG_AGAIN_AFTER_S:
             self._logged_s = now
-            self._say(f"{_WAITING[state]} (since {fmt.duration(now - self._since_s)})")
+            self._say(f"{_WAITING[state]} (for {fmt.duration(now - self._since_s)})")

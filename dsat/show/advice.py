@@ -40,7 +40,10 @@ def advise_batch(run: Run) -> list[str]:
     fixed = next((each for each in run.outcomes.values() if each.fixed_batch), None)
     mapping, flag = "--arg-mapping train_micro_batch_size_per_gpu=", run.batch_flag.name
     if run.batch_flag.is_guess:
-        return [f"Micro batch: perhaps {flag} must change with it. If so, add {mapping}{flag}."]
+        return [
+            f"Micro batch: the script's {flag} may have to change with the micro batch. If so, add "
+            f"{mapping}{flag}."
+        ]
     if fixed is not None and not flag:
         fed = fmt.count(fixed.fixed_batch or 0, "sample")
         advice = (

@@ -126,11 +126,9 @@ class LocalSearch:
         if not isinstance(engine, LocalEngine):
             why_not = "this engine cannot simulate a script"
         elif engine.needs_command:
-            why_not = (
-                "the ranks of this script cannot be started by themselves, which simulation needs"
-            )
+            why_not = "simulation needs ranks that dsat can start itself"
         elif not ready.hosts[0].is_here:
-            why_not = "dsat runs on none of the trials' hosts, which simulation needs"
+            why_not = "simulation needs dsat on one of the trials' hosts"
         else:
             return anchors.of_run(
                 engine,

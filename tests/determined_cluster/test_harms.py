@@ -315,7 +315,7 @@ def test_a_command_ends_the_trials_of_a_runner_that_is_gone(tmp_path: Path) -> N
         told = ended(process)
         assert told.status == 1, told
         assert (there.state(RUNNER), there.state(SEARCH)) == ("CANCELED", "CANCELED")
-        assert "ended the trials of the search, experiment 2, too" in told.err
+        assert "also ended the trials of the search, experiment 2" in told.err
         found = json.loads(told.out)
         assert (found["state"], found["run_dir"]) == ("CANCELED", None)
         assert f"checkpoint download {there.files().name}" in told.err

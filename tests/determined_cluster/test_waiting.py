@@ -30,7 +30,7 @@ def watched(*states: str | Exception, every_s: float = 10.0) -> tuple[list[bool]
 def test_trials_that_wait_for_slots_are_told_of_after_a_while_and_again() -> None:
     _, said = watched("RUNNING", *["QUEUED"] * 40, "RUNNING", "RUNNING")
     assert [line for line in said if "wait for free slots" in line] == said[:2]
-    assert "since 20 s" in said[0] and "since 5 min" in said[1]
+    assert "for 20 s" in said[0] and "for 5 min" in said[1]
     assert len(said) == 3 and "run" in said[2] and "6 min 40 s" in said[2]
     assert watched("QUEUED", "RUNNING", "QUEUED", "PULLING", "RUNNING")[1] == [], "a short wait"
 

@@ -108,7 +108,7 @@ def test_a_search_simulates_before_it_launches(tmp_path: Path) -> None:
     }
     for stage in range(4):
         assert re.search(
-            rf"stage {stage}: .* fits up to micro batch [\d,]+ \(simulated\)", told.err
+            rf"stage {stage}: .* fits up to micro batch [\d,]+ \(by simulation\)", told.err
         )
     assert [o.kind for o in run.outcomes.values()].count(OutcomeKind.OOM) <= 1
     others = searched(run)

@@ -294,8 +294,8 @@ OLD_LAUNCHER = ["python3", "-m", "torch.distributed.launch", "--nproc_per_node",
 @pytest.mark.parametrize(
     ("command", "why", "script", "args", "slots"),
     [
-        (["python3", "-c", TRAINS, "--steps"], "no file", "", ("--steps",), 1),
-        nightly(["bash", "-c", "python3 - 7 < trains.py"], "no file", "", ("7",), 1),
+        (["python3", "-c", TRAINS, "--steps"], "not in a file", "", ("--steps",), 1),
+        nightly(["bash", "-c", "python3 - 7 < trains.py"], "not in a file", "", ("7",), 1),
         (["python3", "spawns.py", "fork"], "multiprocessing", "spawns.py", ("fork",), 2),
         nightly(["python3", "spawns.py", "spawn"], "multiprocessing", "spawns.py", ("spawn",), 2),
         nightly([*OLD_LAUNCHER, "trains.py", "7"], "passes --local-rank", "trains.py", ("7",), 2),

@@ -192,7 +192,9 @@ def test_a_host_that_is_lost_takes_its_slots_along(hosts: ScriptedHosts, engine_
     assert "host b is no longer used: it burnt" in outcome.warnings
     hosts.lost = {1, 2}
     engine.launch(trial_of(2))
-    told = r"8 devices, and 4 of 12 still work \(host b: it burnt; host c: it burnt\).*--resume"
+    told = (
+        r"8 devices, but only 4 of 12 still work \(host b: it burnt; host c: it burnt\).*--resume"
+    )
     with pytest.raises(EngineError, match=told):
         [engine.poll(1) for _ in range(3)]
 

@@ -173,7 +173,7 @@ def test_a_hostfiles_machines_are_the_hosts(
     assert "up to 2, or a multiple of it up to 4" in capsys.readouterr().err
     Path("hosts").write_text("far slots=5\nhead slots=5\n")
     assert main(["model", "--dry-run", "--", *command]) == 2
-    told = "--hostfile: chooses devices 0, 1, 2, 3, 4 of host head, which has 4 CPU cores (test, "
+    told = "--hostfile: chooses devices 0, 1, 2, 3, 4 of host head, but it has 4 CPU cores (test, "
     assert told in capsys.readouterr().err
     Path("hosts").write_text("far slots=2\nlocked slots=2\n")
     assert main(["model", "--dry-run", "--", *command]) == 2
