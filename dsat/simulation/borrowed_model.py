@@ -183,21 +183,7 @@ class BorrowedModel:
         candidate = Question(**{name: request[name] for name in Question._fields})
         if candidate.switches:
             self._snapshot.change(functools.partial(_switch, wanted=candidate.switches))
-        batch = [args, dict(kwargs)]
-        micro_batch, packed_length = self._samples(batch)
-        captured = Captured(
-            initialize=self._initialize,
-            arguments=self._arguments,
-            snapshot=self._snapshot,
-            micro_batch=micro_batch,
-            follows_config=micro_batch == self._config.get("train_micro_batch_size_per_gpu"),
-            packed_length=packed_length,
-            sequence_length=None if packed_length else self.sequence_length(args, kwargs),
-            on_host=self._on_host,
-            uses_zero_init=self.uses_zero_init,
-            # If the batch itself is older than the engine, age identifies no other tensors.
-            earlier=() if any(t in self.earlier for t in tensors_in(batch)) else self.earlier,
-        )
+        captured = self._capture(args, kwargs)
         config = as_simulated(ds_config.fill_in_auto(candidate.config, self._config))
         kind = ActivationPass if candidate.activations_only else Simulation
         run = kind(captured, candidate._replace(config=config))
@@ -235,6 +221,24 @@ class BorrowedModel:
         engine.backward, engine.step, engine.forward = script_backward, script_step, script_forward
         self._after_forward.update(backward=script_backward, step=script_step)
         return outputs
+
+    def _capture(self, args: Any, kwargs: Any) -> Captured:
+        """Return what candidates need of the script, whose batch the arguments are."""
+        batch = [args, dict(kwargs)]
+        micro_batch, packed_length = self._samples(batch)
+        return Captured(
+            initialize=self._initialize,
+            arguments=self._arguments,
+            snapshot=self._snapshot,
+            micro_batch=micro_batch,
+            follows_config=micro_batch == self._config.get("train_micro_batch_size_per_gpu"),
+            packed_length=packed_length,
+            sequence_length=None if packed_length else self.sequence_length(args, kwargs),
+            on_host=self._on_host,
+            uses_zero_init=self.uses_zero_init,
+            # If the batch itself is older than the engine, age identifies no other tensors.
+            earlier=() if any(t in self.earlier for t in tensors_in(batch)) else self.earlier,
+        )
 
     def _samples(self, batch: Any) -> tuple[int, int]:
         """Return a batch's number of samples, and the length of its packed row; 0 if not packed."""
