@@ -28,6 +28,10 @@ CREATE, VALIDATE, CLOSE, SHUTDOWN = "createTrial", "trialOperation", "closeTrial
 # Events about trials that may have ended.
 COMPLETED, EXITED, CLOSED = "validationCompleted", "trialExitedEarly", "trialClosed"
 _BY_USER = ("EXITED_REASON_USER_CANCELED", "EXITED_REASON_USER_REQUESTED_STOP")
+_TIMEOUT = (
+    "no result within the time limit, which counts from the start on its slots. Does the script "
+    "hang, or load for long? Raise --trial-timeout?"
+)
 
 
 class ClusterEngine:
@@ -44,6 +48,7 @@ class ClusterEngine:
         self._read_log = read_log
         self._running: dict[int, float] = {}  # launch times
         self._trial_by_request: dict[str, int] = {}
+        self._overdue = set[int]()
         self._device_name = ""  # of the first trial that reported its device
 
     @property
@@ -80,6 +85,12 @@ class ClusterEngine:
         else:
             self._comparable(outcome)
 
+    def time_out(self, trial_id: int) -> bool:
+        """Count the end of a trial as a timeout; return False if it does not run any more."""
+        is_running = trial_id in self._running
+        self._overdue |= {trial_id} if is_running else set()
+        return is_running
+
     def end(self, event: Mapping[str, Any]) -> tuple[int, Outcome, list[Operation]] | None:
         """Return the trial that an event ends, its outcome and the operations to post, or None."""
         kind = next((each for each in (COMPLETED, EXITED, CLOSED) if event.get(each)), None)
@@ -93,6 +104,8 @@ class ClusterEngine:
         if kind == COMPLETED:  # unless it is closed, the trial continues
             outcome = trial_result.from_metric(data["metric"])
             operations = [{CLOSE: {"requestId": data["requestId"]}}]
+        elif trial_id in self._overdue:
+            outcome = Outcome(OutcomeKind.TIMEOUT, message=_TIMEOUT)
         elif kind == EXITED and data["exitedReason"] in _BY_USER:
             outcome = Outcome(OutcomeKind.CANCELED, message="by a user of the cluster")
         else:

@@ -195,6 +195,30 @@ class Master:
         return self.ask(lambda: list(self._determined.get_experiment(experiment_id).iter_trials()))
 
 
+def running_trials(master: Master, experiment_id: int) -> dict[tuple[int, int], int]:
+    """Return the ids of running trials, by number in the search and restarts; do not retry."""
+    from determined.common.api import bindings, read_paginated
+
+    def page(offset: int) -> Any:
+        return bindings.get_GetExperimentTrials(
+            master.session, experimentId=experiment_id, offset=offset, limit=100
+        )
+
+    return {
+        (_id_in_search(trial), trial.restarts): trial.id
+        for found in read_paginated(page)
+        for trial in found.trials
+        if state_name(trial.state) == "RUNNING"
+    }
+
+
+def kill_trial(master: Master, trial_id: int) -> None:
+    """Kill a trial; its experiment goes on."""
+    from determined.common.api import bindings
+
+    master.ask(lambda: bindings.post_KillTrial(master.session, id=trial_id))
+
+
 def read_trial_log(master: Master, experiment_id: int, trial_id: int) -> Sequence[str]:
     """Return dsat's lines in a trial's log, and then the last `_LOG_LINES` lines.
 

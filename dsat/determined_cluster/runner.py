@@ -34,10 +34,12 @@ from dsat.determined_cluster.master import (
     describe_request,
     is_ending,
     is_unreachable,
+    kill_trial,
     read_trial_log,
+    running_trials,
 )
 from dsat.determined_cluster.search import EVENT_FULL_RUN, ClusterSearch
-from dsat.determined_cluster.waiting import StateWatch, long_poll
+from dsat.determined_cluster.waiting import StateWatch, TimeLimit, long_poll
 from dsat.run.journal import FILE_NAME, read_events, to_text
 from dsat.run.run import Run
 from dsat.show import summary
@@ -74,6 +76,9 @@ class Runner:
         self._search = self._search_from([])
         self._submitted = self._master.submitted_config(runner_id)
         self._watch = StateWatch(lambda: self._master.state_now(self.experiment_id), say)
+        self._limit = TimeLimit(
+            lambda: running_trials(self._master, self.experiment_id), job.trial.timeout_s
+        )
         self._saved_events = -1
         self._reported = 0
 
@@ -130,12 +135,16 @@ class Runner:
     def _next_events(self) -> Sequence[Any]:
         """Return the events that a long poll brings.
 
-        Raises Preempted on pause and cancellation, without waiting for the events.
+        Raises Preempted on pause and cancellation, without waiting for the events. Meanwhile it
+        kills trials that are over the time limit.
         """
 
         def check() -> None:
             if self._context.preempt.should_preempt():
                 raise Preempted
+            for number, trial_id in self._limit.overdue().items():
+                if self._search.time_out(number):
+                    kill_trial(self._master, trial_id)
 
         return long_poll(self._events, check, self._watch.is_idle)
 

@@ -89,6 +89,10 @@ class ClusterSearch:
             return 1.0
         return min(len(self.run.outcomes) / self.tuner.plan.max_trials, 1.0)
 
+    def time_out(self, trial_id: int) -> bool:
+        """Count the end of a trial as a timeout; return False if it does not run any more."""
+        return self._engine.time_out(trial_id)
+
     def answer(self, event: Mapping[str, Any]) -> list[Operation]:
         """Return the operations that answer an event; both are the master's JSON."""
         number = event["id"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent import futures
 from concurrent.futures import Future
 from typing import TypeVar
@@ -15,6 +15,8 @@ from dsat.values import format as fmt
 T = TypeVar("T")
 
 _ASK_EVERY_S = 5.0
+_LIST_EVERY_S = 30.0
+_START_S = 60.0  # most time from a trial's start to its script's first call of dsat
 _LOG_AFTER_S, _LOG_AGAIN_AFTER_S = 15.0, 300.0
 _WAITING = {
     "QUEUED": "trials wait for free slots",
@@ -101,3 +103,41 @@ class StateWatch:
         if self._logged_s is None or now - self._logged_s >= _LOG_AGAIN_AFTER_S:
             self._logged_s = now
             self._say(f"{_WAITING[state]} (for {fmt.duration(now - self._since_s)})")
+
+
+class TimeLimit:
+    """Search for trials that hold their slots for longer than the time limit allows.
+
+    A trial ends itself at the limit, but only once its script has called dsat.
+
+    Args:
+        ask: returns the ids of running trials, by number in the search and restarts.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[], Mapping[tuple[int, int], int]],
+        timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._ask = ask
+        self._clock = clock
+        self._limit_s = timeout_s + min(timeout_s, _START_S)
+        self._asked_s = clock()
+        self._since_s: dict[tuple[int, int], float] = {}
+
+    def overdue(self) -> dict[int, int]:
+        """Return the ids of trials over the limit, by number; ask only from time to time."""
+        now = self._clock()
+        if now - self._asked_s < min(self._limit_s / 2, _LIST_EVERY_S):
+            return {}
+        self._asked_s = now
+        try:
+            running = self._ask()
+        except Exception as error:
+            if not retry_limit_s(error):
+                raise
+            return {}
+        self._since_s = {each: self._since_s.get(each, now) for each in running}
+        late = [each for each in running if now - self._since_s[each] > self._limit_s]
+        return {each[0]: running[each] for each in late}

@@ -198,3 +198,18 @@ def test_a_runner_that_cannot_run_says_why(tmp_path: Path) -> None:
         assert f"experiment {RUNNER} ended: error (NotADirectoryError" in told.err, there.said[
             -2000:
         ]
+
+
+def test_a_script_that_hangs_before_it_calls_dsat_is_killed_at_the_time_limit(
+    tmp_path: Path,
+) -> None:
+    def behave(hparams: Mapping[str, Any]) -> Ending | None:
+        return measured(hparams) if hparams["_dsat_trial"]["id"] != 1 else None
+
+    with quick_cluster(tmp_path, behave) as there:
+        options = ("--max-trials", 3, "--finals", 0, "--trial-timeout", "2s", "--json")
+        told = there.search("pretend", *options)
+        assert told.status == 0, told
+        first, hangs, last = json.loads(told.out)["trials"]
+        assert (first["outcome"], hangs["outcome"], last["outcome"]) == (OK, "TIMEOUT", OK)
+        assert "--trial-timeout" in hangs["message"]

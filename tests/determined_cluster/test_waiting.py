@@ -7,7 +7,7 @@ import threading
 import pytest
 import requests
 
-from dsat.determined_cluster.waiting import StateWatch, long_poll
+from dsat.determined_cluster.waiting import StateWatch, TimeLimit, long_poll
 
 
 def watched(*states: str | Exception, every_s: float = 10.0) -> tuple[list[bool], list[str]]:
@@ -74,3 +74,32 @@ def test_a_long_poll_of_an_idle_experiment_is_repeated_and_can_be_left() -> None
         long_poll(ask, check, lambda: True, every_s=0.01)
     assert len(asked) == 2
     never.set()
+
+
+@pytest.mark.parametrize(
+    ("running", "overdue"),
+    [
+        ([{(0, 0)}] * 7, [False] * 6 + [True]),  # 100 s, and 60 s for its start
+        ([{(0, 0)}] * 3 + [{(0, 1)}] * 7, [False] * 9 + [True]),  # it was restarted
+        ([{(0, 0)}] * 3 + [set()] + [{(0, 0)}] * 3, [False] * 7),  # it was paused
+        ([{(0, 0)}] * 3 + [ConnectionError("gone")] * 3 + [{(0, 0)}], [False] * 6 + [True]),
+    ],
+)
+def test_when_a_running_trial_is_over_the_time_limit(
+    running: list[set[tuple[int, int]] | Exception], overdue: list[bool]
+) -> None:
+    answers, now = list(running), [0.0]
+
+    def ask() -> dict[tuple[int, int], int]:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return dict.fromkeys(answer, 7)
+
+    limit, found = TimeLimit(ask, 100.0, lambda: now[0]), []
+    while answers:
+        now[0] += 30.0
+        found.append(limit.overdue() == {0: 7})
+        now[0] += 0.1
+        assert limit.overdue() == {}, "it asked just before"
+    assert found == overdue
