@@ -208,8 +208,7 @@ class Rank:
         if found.kind is OutcomeKind.ERROR:
             found = replace(found, batch_flag=self._find_unchanged_flag())
         if self._server is not None:
-            message = self._server.failed(error) or found.message
-            found = replace(found, message=message)
+            found = replace(found, message=self._server.failed(error) or found.message)
         if self.is_rank:
             self._end(replace(found, before_engine=not self._has_begun()))
         elif self._pid is None and not self._has_ranks() and not _is_of_signal(error):
@@ -310,7 +309,8 @@ class Rank:
             leave(0)
 
     def _report(self, outcome: Outcome) -> None:
-        number, _ = rank_and_size()
+        flag, (number, _) = TRIAL.script_flags.get(outcome.batch_flag), rank_and_size()
+        outcome = replace(outcome, flag_leads=flag is not None and flag.leads)
         write_outcome(self._folder, number, outcome)
         if outcome.ok and number == 0:
             names = _find_libraries(self._known, self._env)

@@ -22,6 +22,7 @@ _locally = functools.partial(Adapter, phases=IN_LOCAL_TRIALS)
 
 _PYTHON = (
     Adapter("argparse", "_ActionsContainer.add_argument", launchers.add_argument),
+    Adapter("argparse", "ArgumentParser._parse_known_args", launchers.parse_arguments),
     _locally("multiprocessing.process", "BaseProcess.run", launchers.run_process),
     _locally("sys", "exit", launchers.exit_process),
     Adapter("sys", "excepthook", launchers.report_uncaught),

@@ -64,6 +64,17 @@ class Calls:
     around_compilation: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
+class ScriptFlag(NamedTuple):
+    """A flag of the script.
+
+    Attributes:
+        leads: whether the flag must precede all other arguments.
+    """
+
+    default: Any
+    leads: bool
+
+
 @dataclass
 class RunningTrial:
     """State of the process's trial.
@@ -80,7 +91,7 @@ class RunningTrial:
         progress: progress files, which rank 0 writes.
         trainer: `TrainerSettings` for the Trainer of transformers, and for accelerate's plugin.
         task: the `LocalTask` whose information determined's adapters return; else None.
-        script_options: flags that the script declares, with their defaults.
+        script_flags: flags of all parsers that have parsed arguments, by name.
     """
 
     phase: Phase = Phase.INERT
@@ -96,8 +107,13 @@ class RunningTrial:
     progress: Progress = field(default_factory=lambda: Progress(None))
     trainer: Any = None
     task: Any = None
-    script_options: dict[str, Any] = field(default_factory=dict)
+    script_flags: dict[str, ScriptFlag] = field(default_factory=dict)
     local_rank: str | None = None
+
+    @property
+    def script_options(self) -> dict[str, Any]:
+        """Defaults of `script_flags`."""
+        return {name: flag.default for name, flag in self.script_flags.items()}
 
     def warn(self, text: str) -> None:
         """Add a warning to the outcome; without a meter, print it instead."""
