@@ -44,6 +44,11 @@ KINDS = (
     _program("spawned ranks", "", command="python3 spawn.py 4 29731", ranks=0),
     _program("click", "by_click.py train --batch-size 8 first"),
     _program("subcommands", "subcommands.py train --bs 2 --accum 4", "note: --bs follows"),
+    _program(
+        "a flag in front of a subcommand",
+        "front.py train",
+        "(?s)note: --batch-size follows(?!.*does not follow)",
+    ),
     _program("dotted arguments", "dotted.py train.batch_size=2", "note: train.batch_size follows"),
     # Any micro batch must divide the data: a partial last batch adds a step to each epoch.
     _program("few data", "loop.py --rows 16 --epochs 50", config=True),

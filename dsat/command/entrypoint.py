@@ -118,10 +118,12 @@ class Entrypoint(Recorded):
         arg_mappings: Mapping[str, str],
         *,
         batch_flag: str = "",
+        flag_leads: bool = False,
     ) -> Entrypoint:
         """Return this program with a trial's configuration (in the file `path`) and switches.
 
-        `batch_flag` is a further flag that gets the micro batch; empty for none.
+        `batch_flag` is a further flag that gets the micro batch; empty for none. If it is missing,
+        it is added at the end, or in front with `flag_leads`.
         """
         args = script_args.adapt_to_trial(
             self.args
@@ -132,6 +134,8 @@ class Entrypoint(Recorded):
             arg_mappings,
             add=self.takes_hf_flags,
         )
+        if flag_leads and script_args.value_of(args, batch_flag) is None:
+            args = (batch_flag, "1", *args)
         if batch_flag:
             args = script_args.rewrite(args, config, {_MICRO_BATCH: batch_flag}, add=True)
         env = {**self.env, **script_switches.variables(switches)}

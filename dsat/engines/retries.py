@@ -122,6 +122,8 @@ class Retries:
             return RetryReason.LOST
         if outcome.kind not in (OutcomeKind.ERROR, OutcomeKind.HOST_OOM):
             return None
+        if outcome.refuses(running.trial.batch_flag):
+            return None
         text = f"{outcome.message}\n{outcome.detail}"
         if _REFUSED_SEGMENTS.search(text):
             return RetryReason.SEGMENTS

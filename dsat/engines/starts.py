@@ -126,6 +126,7 @@ class StartBuilder:
                 trial.script_args,
                 self.experiment.arg_mappings,
                 batch_flag=trial.batch_flag,
+                flag_leads=trial.flag_leads,
             )
         plan = _Plan(self, start, shares, method, program, config, tuple(free_ports(3)))
         if start.is_own and start.meter is None:  # its ranks are only recorded

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsat.errors import InvalidTrial
 from dsat.in_trial.adapters.trial import TRIAL
+from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values import format as fmt
 from dsat.values.outcome import SequenceLengths
@@ -27,8 +28,8 @@ _ASSUMED_FULL = (
     "size from the DeepSpeed configuration"
 )
 UNCOUNTED = (
-    "the samples that the script feeds cannot be counted: no tensor has the micro batch as its "
-    f"first or second dimension (packed sequences, or batches by tokens). {_ASSUMED_FULL}"
+    "the samples that the script feeds cannot be counted: no tensor always has the micro batch as "
+    f"its first or second dimension (packed sequences, or batches by tokens). {_ASSUMED_FULL}"
 )
 UNSEEN = (
     "the samples that the script feeds cannot be counted: it calls neither the engine nor the "
@@ -40,6 +41,10 @@ OF_ITS_OWN = (
 )
 _ADVICE = "take the batch size from engine.train_micro_batch_size_per_gpu()"
 _ADVICE_WITH_FLAG = f"{_ADVICE}, or add --arg-mapping train_micro_batch_size_per_gpu={{flag}}"
+TOO_FEW = (
+    "the first batch has {samples}, fewer than the micro batch of {micro_batch}: there are no more "
+    "data on a rank, or the data loader has a batch size of its own"
+)
 OWN_ACCUMULATION = (
     "each optimizer step of the script takes {k} times as many micro batches as "
     "gradient_accumulation_steps, so the global batch is {k} times train_batch_size. To let dsat "
@@ -69,7 +74,7 @@ _LARGE = 256  # values; searching them takes some tenths of a millisecond
 
 def is_about(warning: str) -> bool:
     """Return whether a warning is about the number of samples that the script feeds."""
-    filled_in = tuple(text.partition("{")[0] for text in (OF_ITS_OWN, OWN_ACCUMULATION))
+    filled_in = tuple(text.partition("{")[0] for text in (OF_ITS_OWN, OWN_ACCUMULATION, TOO_FEW))
     return warning in (UNCOUNTED, UNSEEN) or warning.startswith(filled_in)
 
 
@@ -92,7 +97,8 @@ class BatchCounter:
 
     Samples are the rows of tensors that have the micro batch as a dimension. The first call decides
     which tensors and dimensions these are. A dimension may have that size by chance, so dimensions
-    that the profile trial found, with another micro batch, take precedence.
+    that the profile trial found, with another micro batch, take precedence. Data loaders that fill
+    batches by tokens feed other numbers of samples in each call; `check` finds them.
 
     Tokens are the elements of two-dimensional integer tensors: those called `input_ids` (several
     for pairs of texts), or else the model's first tensor. Elements that an `attention_mask` of the
@@ -101,7 +107,9 @@ class BatchCounter:
     Attributes:
         dimensions: the sample dimension of each tensor by its place in the arguments, such as
             `1.input_ids`, where the first call is unambiguous.
-        warning: why the samples of the first call could not be counted; None if they were.
+        fed_instead: as in `ModelProfile`.
+        fixed_batch: as in `Outcome`.
+        warning: warning about the samples of the calls so far; None if all is well.
     """
 
     def __init__(self, spec: MeterSpec) -> None:
@@ -111,6 +119,8 @@ class BatchCounter:
         self._fed_before = spec.fed_instead  # in the profile trial
         self._parts = spec.parallelism.sequence  # devices that share a sequence
         self._carriers: dict[str, int] | None = None  # the sample dimension by place
+        self._may_be_pairs = False
+        self._rows: list[int | None] = []  # of each call
         self._finder = LeafFinder()
         self._lengths: list[int] = []
         self.dimensions: dict[str, int] = {}
@@ -124,15 +134,50 @@ class BatchCounter:
         shapes = {place: _shape(leaf) for place, leaf in leaves.items()}
         if self._carriers is None:
             self._carriers = self._find_carriers(shapes)
-        rows = [_size(shapes[p], d) for p, d in self._carriers.items() if p in shapes]
+        rows = self._count_rows(shapes, self._carriers)
+        self._rows.append(rows)
         tokens, length = self._tokens(leaves)
         if length is not None:
             self._lengths.append(length)
-        return Fed(
-            rows=max((size for size in rows if size is not None), default=None),
-            tokens=tokens,
-            elements=sum(leaf.numel() for leaf in leaves.values()),
-        )
+        return Fed(rows, tokens, elements=sum(leaf.numel() for leaf in leaves.values()))
+
+    def check(self, ranks: Ranks) -> int | None:
+        """Decide whether the samples of the calls so far can be counted; a collective call.
+
+        Returns:
+            The number of samples of a full micro batch; None if samples cannot be counted.
+
+        Raises:
+            InvalidTrial: all calls have the same number of samples, which is not the micro batch.
+                For the user's own micro batch, this is only a warning.
+        """
+        varies = ranks.maximum([float(self._varies())])[0] > 0
+        self.warning, self.fed_instead, self.fixed_batch = None, {}, None
+        if not self._rows or (self._carriers and not varies):
+            return self._micro_batch
+        self.warning = UNCOUNTED
+        samples, before = self._rows[0], self._fed_before
+        if varies or samples is None:
+            return None
+        is_own = self._micro_batch == self._own
+        if samples == self._own and not is_own and not self._may_be_pairs:
+            raise self._refusal(samples)
+        if samples == 1:  # a row that packs all samples, or that they share
+            return None
+        self.fed_instead = {"micro_batch": self._micro_batch, "rows": samples}
+        if before.get("rows") == samples and before["micro_batch"] != self._micro_batch:
+            refusal = self._refusal(samples)
+        elif samples < self._micro_batch:
+            refusal = InvalidTrial(
+                TOO_FEW.format(samples=fmt.count(samples, "sample"), micro_batch=self._micro_batch),
+                most_samples=samples,
+            )
+        else:
+            return None
+        if not is_own:
+            raise refusal
+        self.warning = str(refusal)
+        return samples
 
     def lengths(
         self, module: Any, maximum: Callable[[list[float]], list[float]]
@@ -152,6 +197,10 @@ class BatchCounter:
     def _find_carriers(self, shapes: Mapping[str, Shape]) -> dict[str, int]:
         fitting = {place: self._fitting(place, shape) for place, shape in shapes.items()}
         self.dimensions = {p: found[0] for p, found in fitting.items() if len(found) == 1}
+        # Twice the trial's micro batch may be pairs (a chosen and a rejected answer), unless the
+        # profile trial found the sample dimension of one of these tensors.
+        is_known = self._known.keys() & shapes.keys()
+        self._may_be_pairs = self._own == 2 * self._micro_batch and not is_known
         for dimension in (0, 1):
             carriers: dict[str, int] = {
                 p: dimension for p, found in fitting.items() if dimension in found
@@ -159,33 +208,31 @@ class BatchCounter:
             if carriers:  # in a batch of texts and images, count texts
                 texts = {p: d for p, d in carriers.items() if _name(p) == "input_ids"}
                 return texts or carriers
-        own = self._own
-        if own is not None and self._feeds(own, shapes):
-            raise self._refusal(own)
-        self.warning = UNCOUNTED
-        # A single row is shared by all samples, or packs all of them.
-        rows = {_size(shape, self._dimension(p)) for p, shape in shapes.items()} - {1, None}
-        if len(rows) != 1:
-            return {}
-        [samples] = rows
-        assert samples is not None
-        self.fed_instead = {"micro_batch": self._micro_batch, "rows": samples}
-        before = self._fed_before
-        if before.get("rows") == samples and before["micro_batch"] != self._micro_batch:
-            refusal = self._refusal(samples)
-            if self._micro_batch != self._own:
-                raise refusal
-            self.warning = str(refusal)
-            at = {place: self._dimension(place) for place in shapes}
-            return {p: d for p, d in at.items() if _size(shapes[p], d) == samples}
-        if samples < self._micro_batch:
-            raise InvalidTrial(
-                f"the first batch has {fmt.count(samples, 'sample')}, fewer than the micro batch "
-                f"of {self._micro_batch}: there are no more data on a rank, or the data loader has "
-                "a batch size of its own",
-                most_samples=samples,
-            )
         return {}
+
+    def _count_rows(self, shapes: Mapping[str, Shape], carriers: Mapping[str, int]) -> int | None:
+        """Return the rows of a call; without carriers, those that all tensors with several have."""
+        if carriers:
+            sizes = [_size(shapes[p], d) for p, d in carriers.items() if p in shapes]
+            return max((size for size in sizes if size is not None), default=None)
+        rows = {_size(shape, self._known.get(p, 0)) for p, shape in shapes.items()} - {None}
+        rows = rows - {1} or rows
+        return rows.pop() if len(rows) == 1 else None
+
+    def _varies(self) -> bool:
+        """Return whether the calls have different numbers of samples.
+
+        The last batch of each epoch may be smaller than the others: at most every second batch, and
+        at equal distances if the micro batch is not the expected one.
+        """
+        rows = self._rows
+        if self._carriers or not rows:
+            counted = [count for count in rows if count is not None]
+            return 2 * counted.count(self._micro_batch) < len(counted)
+        full = rows[0]
+        epoch = rows[: next((n for n, count in enumerate(rows, 1) if count != full), len(rows))]
+        recurs = all(count == epoch[at % len(epoch)] for at, count in enumerate(rows))
+        return not recurs or (epoch[-1] or 0) > (full or 0)
 
     def _refusal(self, rows: int) -> InvalidTrial:
         """Record a fixed batch size of the script; return the trial's error."""
@@ -205,21 +252,6 @@ class BatchCounter:
         """Return the dimensions of a tensor that may be the sample dimension."""
         candidates = (self._known[place],) if place in self._known else (0, 1)
         return [d for d in candidates if _size(shape, d) == self._micro_batch]
-
-    def _feeds(self, own: int, shapes: Mapping[str, Shape]) -> bool:
-        """Return whether all tensors certainly have as many rows as the user's own micro batch.
-
-        Twice the trial's micro batch may be pairs (a chosen and a rejected answer), unless the
-        profile trial found the sample dimension of one of these tensors.
-        """
-        if own == self._micro_batch:
-            return False
-        may_be_pairs = own == 2 * self._micro_batch and not self._known.keys() & shapes.keys()
-        rows = {shape[0] for shape in shapes.values()}
-        return not may_be_pairs and rows in ({own}, {own, 1})
-
-    def _dimension(self, place: str) -> int:
-        return self._known.get(place, 0)
 
     def _tokens(self, leaves: Leaves) -> tuple[Any, int | None]:
         """Return the number of tokens and the longest sequence's length; None where unknown."""

@@ -213,6 +213,12 @@ class Measurement:
     def _check(self, *, is_last: bool = False) -> None:
         """Agree with the other ranks on the measured steps, and decide whether they are enough."""
         spec, marks = self._spec, self._steps
+        full = self._recorder.counter.check(self._ranks)
+        if full is None:
+            for each in marks:
+                each.calls = [replace(call, rows=None) for call in each.calls]
+        else:
+            spec = replace(spec, micro_batch=full)
         agreed = agree(marks, self._ranks, self._recorder.clock, spec)
         if not all(each.calls for each in marks):
             self._warn(UNSEEN)
@@ -321,7 +327,9 @@ class Measurement:
             evaluated=sum(step.evaluated for step in steps) / len(steps),
             tokens_error=tokens_error(steps),
         )
-        warnings = [*self._warnings, *([HOST_ACCIDENTS] if accidents else [])]
+        fed = self._recorder.counter.warning
+        others = [*([fed] if fed else []), *([HOST_ACCIDENTS] if accidents else [])]
+        warnings = [*self._warnings, *others]
         observed = self._recorder.observed(self._ranks)
         observed["training"] = replace(observed["training"], facts=facts)
         if observed["profile"] is not None and metrics.data < _WAITS * metrics.latency:

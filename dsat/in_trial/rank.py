@@ -286,7 +286,8 @@ class Rank:
             leave(0)
 
     def _report(self, outcome: Outcome) -> None:
-        number, _ = rank_and_size()
+        flag, (number, _) = TRIAL.script_flags.get(outcome.batch_flag), rank_and_size()
+        outcome = replace(outcome, flag_leads=flag is not None and flag.leads)
         write_outcome(self._folder, number, outcome)
         if outcome.ok and number == 0:
             names = _find_libraries(self._known, self._env)

@@ -9,7 +9,6 @@ from typing import Any
 
 from dsat.in_trial import compiling, loaders
 from dsat.in_trial.adapters.calls import Call
-from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.batches import BatchCounter, Fed
 from dsat.in_trial.clocks import Clock, DeviceClock, MemoryWatch, ProcessMemory
@@ -231,8 +230,6 @@ class StepRecorder:
     def _begin_forward(self, args: Any, kwargs: Any) -> None:
         self._close_backward()
         self.marks.calls.append(self.counter.count([*args, kwargs]))
-        if self.counter.warning is not None:
-            TRIAL.warn(self.counter.warning)
         if self._calls_engine:
             self.profiler.enter_forward()
         self._forward_began = self._begin_phase()

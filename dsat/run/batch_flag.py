@@ -29,7 +29,13 @@ class BatchFlag:
         self.is_guess = False
         self.refused: dict[str, str] = {}
         self._outcomes = outcomes
+        self._leading: set[str] = set()
         self._is_needless = False  # a trial with another micro batch ran without a flag
+
+    @property
+    def leads(self) -> bool:
+        """Whether `name` must precede all other arguments."""
+        return self.name in self._leading
 
     def update(self, trial: Trial, outcome: Outcome, own_micro_batch: int) -> None:
         flag, found, kind = trial.batch_flag, outcome.batch_flag, outcome.kind
@@ -37,7 +43,8 @@ class BatchFlag:
         is_error = kind is OutcomeKind.ERROR and is_other
         lacks_data = outcome.smaller_may_run and outcome.fixed_batch is None
         is_invalid = kind is OutcomeKind.INVALID and not lacks_data
-        if flag and (is_invalid or (is_error and self.is_guess)):
+        self._leading |= {each.batch_flag for each in (trial, outcome) if each.flag_leads}
+        if flag and (is_invalid or outcome.refuses(flag) or (is_error and self.is_guess)):
             self.refused.setdefault(flag, outcome.message)
         if self.name in self.refused:
             self.name, self.is_guess = "", False
@@ -54,8 +61,13 @@ class BatchFlag:
             self.name, self.is_guess = found, True
 
     def supersedes(self, trial: Trial) -> bool:
-        """Return whether a failed trial may run again with the flag, because it lacked the flag."""
+        """Return whether a failed trial may run again, because it lacked the flag or had another.
+
+        The other flag must be one that the script does not know.
+        """
         outcome = self._outcomes.get(trial.id)
+        if outcome is not None and outcome.refuses(trial.batch_flag):
+            return True
         if outcome is None or outcome.ok or not self.name or trial.batch_flag == self.name:
             return False
         return outcome.fixed_batch is not None or bool(outcome.batch_flag)

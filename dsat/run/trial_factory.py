@@ -63,6 +63,7 @@ class TrialFactory:
             longest_s=self._run.longest_s(kind) if kind in _LIMITED else None,
             own_steps=self._own_steps(),
             batch_flag=self._run.batch_flag.name,
+            flag_leads=self._run.batch_flag.leads,
         )
 
     def _own_steps(self) -> StepFacts | None:

@@ -53,6 +53,9 @@ class Narrator(Observer):
         if flag and flag not in self._warned:
             self._warned.add(flag)
             self._say(Kind.RUN, f"note: from now on, trials set {flag} to their micro batch")
+        for refused in run.batch_flag.refused.keys() & self._warned:
+            self._warned.discard(refused)
+            self._say(Kind.RUN, f"note: trials no longer set {refused} to their micro batch")
 
     def began(self, run: Run, forecast: Forecast | None) -> None:
         """Log the memory that each strategy needs, or that predictions are disabled."""

@@ -117,7 +117,12 @@ def _base_words(
 ) -> list[str] | None:
     program, mappings = ready.program, ready.experiment.arg_mappings
     tuned = program.use_config(
-        str(path.resolve()), config, best.script_args, mappings, batch_flag=best.batch_flag
+        str(path.resolve()),
+        config,
+        best.script_args,
+        mappings,
+        batch_flag=best.batch_flag,
+        flag_leads=best.flag_leads,
     )
     args, program = tuned.args, replace(program, launch=tuned.launch)
     if not runs_own_command(program, ready.plan.slots_per_trial):

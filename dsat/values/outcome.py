@@ -284,6 +284,8 @@ class Outcome(Recorded):
             batch; None if it follows the configuration, or unknown.
         batch_flag: the script's flag that sets `fixed_batch`, such as `--batch-size`; empty if
             none. After an error: a flag that kept the user's micro batch, unlike the trial.
+        flag_leads: whether `batch_flag` must precede all other arguments, because the script has
+            subcommands.
         step_ms: latency of each measured step on the slowest rank, in ms.
         training: None for a trial that measured nothing.
         sequences: None if the model's inputs are not sequences of tokens.
@@ -305,6 +307,7 @@ class Outcome(Recorded):
     most_samples: int | None = None
     fixed_batch: int | None = None
     batch_flag: str = ""
+    flag_leads: bool = False
     step_ms: tuple[float, ...] = ()
     training: TrainingCurve | None = None
     sequences: SequenceLengths | None = None
@@ -322,6 +325,11 @@ class Outcome(Recorded):
     @property
     def ok(self) -> bool:
         return self.kind is OutcomeKind.OK
+
+    def refuses(self, flag: str) -> bool:
+        """Return whether the trial failed because the script's parser does not know a flag."""
+        unknown = self.message.partition("error: unrecognized arguments: ")[2].split()
+        return self.kind is OutcomeKind.ERROR and flag in unknown
 
     def describe(self, subject: str) -> str:
         """Return a sentence: `the profile trial timed out: no result after 10 s`."""

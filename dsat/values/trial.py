@@ -126,6 +126,7 @@ class Trial(KnownBefore, Recorded):
         lineage, note: `arm` and `note` of the search's `Proposal`.
         predicted_bytes: predicted peak memory of a device; None without a prediction.
         batch_flag: flag of the script that must also get the micro batch; empty if none.
+        flag_leads: whether `batch_flag` must precede all other arguments.
     """
 
     id: int
@@ -140,6 +141,7 @@ class Trial(KnownBefore, Recorded):
     note: Mapping[str, int] = field(default_factory=dict)
     predicted_bytes: int | None = None
     batch_flag: str = ""
+    flag_leads: bool = False
 
     @property
     def profiles(self) -> bool:

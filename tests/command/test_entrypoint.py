@@ -245,6 +245,20 @@ def test_the_flag_of_the_micro_batch_follows_it(flag: str, args: str) -> None:
     assert program.use_config("x.json", config, {}, {}, batch_flag=flag).args == (*args.split(),)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("train --lr 1", "--batch-size 8 train --lr 1"),
+        ("--batch-size=4 train", "--batch-size=8 train"),
+    ],
+)
+def test_a_flag_that_subcommands_do_not_know_is_added_in_front(before: str, after: str) -> None:
+    program = Entrypoint("train.py", args=tuple(before.split()))
+    config = {"train_micro_batch_size_per_gpu": 8}
+    found = program.use_config("x.json", config, {}, {}, batch_flag="--batch-size", flag_leads=True)
+    assert found.args == tuple(after.split())
+
+
 # -- the command for people
 
 

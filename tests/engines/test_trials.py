@@ -313,6 +313,26 @@ def test_a_port_that_another_trial_has_is_no_reason_to_start_ranks_otherwise(
     assert second.ok and warnings_of(second) == (AGAIN_ALONE, FIXED_PORT), second
 
 
+UNKNOWN_FLAG = """
+starts = FOLDER.parents[2] / "starts"
+with open(os.open(starts, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a") as file:
+    file.write("start\\n")
+parser = argparse.ArgumentParser()
+for flag in ("--local_rank", "--deepspeed_config"):
+    parser.add_argument(flag)
+parser.parse_args()
+"""
+
+
+def test_a_script_that_refuses_an_added_flag_is_not_run_again(tmp_path: Path) -> None:
+    with scripts_in(tmp_path) as scripts:
+        first = {"kind": TrialKind.PROFILE, "batch_flag": "--batch-size"}
+        outcome = scripts.run(UNKNOWN_FLAG, **first).outcome
+    assert outcome.refuses("--batch-size") and not outcome.refuses("--batch")
+    [starts] = tmp_path.rglob("starts")
+    assert starts.read_text() == "start\n"
+
+
 IS_LOST = """
 import time
 starts = FOLDER.parents[2] / f"starts{own_config()['number']}"

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import importlib.util
 import time
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from dsat.in_trial.adapters import user_files
-from dsat.in_trial.adapters.calls import Adapter
+from dsat.in_trial.adapters import launchers, user_files
+from dsat.in_trial.adapters.calls import Adapter, Call
 from dsat.in_trial.adapters.install import owner_of
 from dsat.in_trial.adapters.table import ENGINE, MODELS, TABLE
-from dsat.in_trial.adapters.trial import Phase
+from dsat.in_trial.adapters.trial import Phase, RunningTrial
 
 ROWS = [*TABLE, *ENGINE, MODELS]
 
@@ -46,6 +49,39 @@ def test_every_target_is_adapted_once_and_described() -> None:
     assert len(set(places)) == len(places)
     assert all((adapter.wrapper.__doc__ or "").strip() for adapter in ROWS)
     assert all(Phase.INERT not in adapter.phases for adapter in ROWS)
+
+
+@pytest.mark.parametrize(
+    ("words", "options", "leading"),
+    [
+        ("train", {"--size": 4, "--bs": 1, "--lr": 3}, {"--size"}),
+        ("test", {"--size": 4, "--bs": 2}, {"--size", "--bs"}),
+        ("--size 5", {"--size": 4, "--bs": 2}, {"--size", "--bs"}),
+    ],
+)
+def test_flags_are_those_of_the_parsers_that_parsed(
+    monkeypatch: pytest.MonkeyPatch, words: str, options: dict[str, int], leading: set[str]
+) -> None:
+    trial, function = RunningTrial(), argparse.ArgumentParser._parse_known_args
+
+    def parse(parser: Any, *args: Any, **kwargs: Any) -> Any:
+        return launchers.parse_arguments(
+            Call(trial, partial(function, parser), "", parser, args, kwargs)
+        )
+
+    monkeypatch.setattr(argparse.ArgumentParser, "_parse_known_args", parse)
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("-s", "--size", default=4)
+    parser.add_argument("--bs", default=2)
+    commands = parser.add_subparsers()
+    train = commands.add_parser("train", add_help=False)
+    train.add_argument("--lr", default=3)
+    train.add_argument_group("data").add_argument("--bs", default=1)
+    commands.add_parser("test", add_help=False)
+    argparse.ArgumentParser().add_argument("--unused", default=4)
+    parser.parse_args(words.split())
+    assert trial.script_options == options
+    assert {name for name, flag in trial.script_flags.items() if flag.leads} == leading
 
 
 @pytest.mark.parametrize(

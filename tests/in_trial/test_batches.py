@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from dsat.in_trial.batches import UNCOUNTED, LeafFinder, find_batch_flag, is_abo
 from dsat.in_trial.measurement import SHORT_BATCHES
 from dsat.values.outcome import Outcome, OutcomeKind, SequenceLengths
 from testing.metered import Clock, FakeEngine, attach, measured_by
+from testing.scripts import scripts_in
 
 TRIAL, OWN = 5, 8
 IDS = torch.ones(4, 9, dtype=torch.long)
@@ -193,6 +195,63 @@ def test_pairs_that_grow_with_the_micro_batch_are_not_refused(clock: Clock) -> N
     assert seen == {"micro_batch": 1, "rows": 2}
     told = told_of(clock, of_shapes((8, 3)), micro_batch=4, own_micro_batch=4, fed_instead=seen)
     assert told.ok and told.warnings == (UNCOUNTED,)
+
+
+@pytest.mark.parametrize(
+    ("rows", "micro_batch"),
+    [
+        ([3, 16, 8, 5, 11], 8),  # fewer than the micro batch at first
+        ([5, 16, 8, 3], 4),  # as many at first as in the profile trial
+        ([8, 5, 11, 3, 5], 8),  # the micro batch at first, by chance
+        ([16, 3, 8, 5], 16),  # the same, and the largest
+        ([2, 5, 3], 1),  # the user's own micro batch at first
+    ],
+)
+@pytest.mark.parametrize("own", [2, 8, 16])
+def test_batches_filled_by_tokens_are_not_refused(
+    clock: Clock, rows: list[int], micro_batch: int, own: int
+) -> None:
+    seen = {"micro_batch": 2 * micro_batch, "rows": rows[0]}
+    batches = [of_shapes((count, 128)) for count in rows]
+    told = told_of(
+        clock,
+        *batches,
+        micro_batch=micro_batch,
+        own_micro_batch=own,
+        fed_instead=seen,
+        profile=True,
+    )
+    assert told.ok and told.warnings == (UNCOUNTED,), told
+    assert told.metrics is not None and told.profile is not None
+    assert told.metrics.throughput == pytest.approx(micro_batch / 0.010), "assumed to be full"
+    assert told.fixed_batch is None and told.profile.fed_instead == {}
+
+
+@pytest.mark.slow
+def test_one_rank_with_batches_filled_by_tokens_is_enough(tmp_path: Path) -> None:
+    script = """
+engine = make_engine()
+for batch in range(1000):
+    rows = [3, 5, 1][batch % 3] if RANK else 3
+    engine.backward(engine(torch.randn(rows, 16)).square().mean())
+    engine.step()
+"""
+    with scripts_in(tmp_path, slots_per_trial=2) as scripts:
+        assert scripts.run(script, micro_batch=4).well().warnings == (UNCOUNTED,)
+
+
+def test_the_last_batch_of_an_epoch_does_not_hide_a_fixed_batch(clock: Clock) -> None:
+    batches = [of_shapes((count, 128)) for count in (4, 4, 1)]
+    told = told_of(clock, *batches, micro_batch=2, own_micro_batch=4, batch_dimensions={"0": 0})
+    assert (told.kind, told.fixed_batch) == (OutcomeKind.INVALID, 4)
+
+
+def test_batches_smaller_than_the_own_micro_batch_are_counted(clock: Clock) -> None:
+    told = told_of(clock, of_shapes((3, 128)), micro_batch=8, own_micro_batch=8)
+    [warning] = told.warnings
+    assert "has 3 samples, fewer than the micro batch of 8" in warning and is_about(warning)
+    assert told.metrics is not None
+    assert told.metrics.throughput == pytest.approx(3 / 0.010)
 
 
 LIKELIEST = "data.per_device_train_batch_size"

@@ -277,6 +277,33 @@ def test_another_flag_is_tried_after_one_that_changes_nothing(user: User, method
     assert not [line for line in told.json["verdict"] if line.startswith("Micro batch: not")]
 
 
+@pytest.mark.parametrize("method", EACH_METHOD)
+def test_a_flag_that_the_script_does_not_know_is_withdrawn(user: User, method: str) -> None:
+    others = [size for size in range(1, 1024) if size != 4]
+    flag = "--batch-size"
+    unknown = f"rank 0: train.py: error: unrecognized arguments: {flag} 16"
+    user.world = World(
+        failures=(
+            Failure(
+                *("INVALID", {"micro_batch": others, "batch_flag": ""}, "feeds 4 samples"),
+                fixed_batch=4,
+                batch_flag=flag,
+            ),
+            Failure("ERROR", {"batch_flag": flag}, unknown),
+        )
+    )
+    user.has({"train_micro_batch_size_per_gpu": 4})
+    told = user.tunes("--max-trials", 10, "--finals", 2, method=method)
+    assert told.status == 0, told.err
+    trials = {e["trial"]["id"]: e["trial"] for e in user.events() if e["event"] == "proposed"}
+    ended = [e for e in user.events() if e["event"] == "finished"]
+    ran = [trials[e["trial_id"]] for e in ended if e["outcome"]["kind"] == "OK"]
+    assert [trials[e["trial_id"]]["batch_flag"] for e in ended].count(flag) == 1
+    assert len(ran) > 1 and {trial["batch"]["micro_batch"] for trial in ran} == {4}
+    assert f"note: {flag} does not follow the micro batch any more" in told.err
+    assert any(f"With {flag}: {unknown}" in line for line in told.json["verdict"])
+
+
 def failures_with_other_batches(*, with_flag: bool) -> World:
     """Return a world with a script that compares a flag with its configuration.
 

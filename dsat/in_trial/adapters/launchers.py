@@ -9,7 +9,7 @@ import threading
 from typing import Any
 
 from dsat.in_trial.adapters.calls import Call, caller
-from dsat.in_trial.adapters.trial import Exit
+from dsat.in_trial.adapters.trial import Exit, ScriptFlag
 from dsat.in_trial.failures import place_in_script
 from dsat.in_trial.rank_files import RECORDS_FOLDER, SEVERAL_NODES_FILE
 from dsat.values.files import write_atomically
@@ -18,16 +18,27 @@ ALONE_VARIABLE = "DSAT_ALONE"  # the user's command has no launcher
 
 
 def add_argument(call: Call) -> Any:
-    """Record the script's flags; make the rank's number the default of `--local_rank`.
+    """Make the rank's number the default of `--local_rank`.
 
     DeepSpeed refuses to run with another number, and the script's default is mostly 0 or -1.
     """
     local_rank, kwargs = call.trial.local_rank, call.kwargs
     if local_rank is not None and "--local_rank" in call.args and "action" not in kwargs:
         kwargs = {**kwargs, "default": int(local_rank), "required": False}
-    flags = [name for name in call.args if isinstance(name, str) and name.startswith("--")]
-    call.trial.script_options.update(dict.fromkeys(flags, kwargs.get("default")))
     return call.proceed_with(*call.args, **kwargs)
+
+
+def parse_arguments(call: Call) -> Any:
+    """Record the script's flags.
+
+    A parser with subcommands knows its flags only in front of the subcommand, which has a parser
+    for the arguments behind it.
+    """
+    leads = call.owner._subparsers is not None
+    for action in call.owner._actions:
+        flags = [name for name in action.option_strings if name.startswith("--")]
+        call.trial.script_flags.update(dict.fromkeys(flags, ScriptFlag(action.default, leads)))
+    return call.proceed()
 
 
 def refuse_nodes(call: Call) -> Any:

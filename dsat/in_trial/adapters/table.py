@@ -23,6 +23,7 @@ _in_processes = functools.partial(Adapter, phases=IN_LOCAL_PROCESSES)
 
 _PYTHON = (
     Adapter("argparse", "_ActionsContainer.add_argument", launchers.add_argument),
+    Adapter("argparse", "ArgumentParser._parse_known_args", launchers.parse_arguments),
     _locally("multiprocessing.process", "BaseProcess.run", launchers.run_process),
     _locally("sys", "exit", launchers.exit_process),
     _locally("os", "_exit", launchers.leave_process),

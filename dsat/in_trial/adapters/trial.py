@@ -66,6 +66,17 @@ class Calls:
     around_compilation: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
+class ScriptFlag(NamedTuple):
+    """A flag of the script.
+
+    Attributes:
+        leads: whether the flag must precede all other arguments.
+    """
+
+    default: Any
+    leads: bool
+
+
 @dataclass
 class RunningTrial:
     """State of the process's trial.
@@ -82,7 +93,7 @@ class RunningTrial:
         progress: progress files, which rank 0 writes.
         trainer: `TrainerSettings` for the Trainer of transformers, and for accelerate's plugin.
         task: the `LocalTask` whose information determined's adapters return; else None.
-        script_options: flags that the script declares, with their defaults.
+        script_flags: flags of all parsers that have parsed arguments, by name.
     """
 
     phase: Phase = Phase.INERT
@@ -98,8 +109,13 @@ class RunningTrial:
     progress: Progress = field(default_factory=lambda: Progress(None))
     trainer: Any = None
     task: Any = None
-    script_options: dict[str, Any] = field(default_factory=dict)
+    script_flags: dict[str, ScriptFlag] = field(default_factory=dict)
     local_rank: str | None = None
+
+    @property
+    def script_options(self) -> dict[str, Any]:
+        """Defaults of `script_flags`."""
+        return {name: flag.default for name, flag in self.script_flags.items()}
 
     def warn(self, text: str) -> None:
         """Add a warning to the outcome; without a meter, print it instead."""
