@@ -207,7 +207,7 @@ def test_a_script_that_hangs_before_it_calls_dsat_is_killed_at_the_time_limit(
         return measured(hparams) if hparams["_dsat_trial"]["id"] != 1 else None
 
     with quick_cluster(tmp_path, behave) as there:
-        options = ("--max-trials", 3, "--finals", 0, "--trial-timeout", "2s", "--json")
+        options = ("--max-trials", 3, "--finals", 0, "--trial-timeout", "10s", "--json")
         told = there.search("pretend", *options)
         assert told.status == 0, told
         first, hangs, last = json.loads(told.out)["trials"]
