@@ -300,7 +300,7 @@ def test_a_flag_that_the_script_does_not_know_is_withdrawn(user: User, method: s
     ran = [trials[e["trial_id"]] for e in ended if e["outcome"]["kind"] == "OK"]
     assert [trials[e["trial_id"]]["batch_flag"] for e in ended].count(flag) == 1
     assert len(ran) > 1 and {trial["batch"]["micro_batch"] for trial in ran} == {4}
-    assert f"note: {flag} does not follow the micro batch any more" in told.err
+    assert f"note: trials no longer set {flag} to their micro batch" in told.err
     assert any(f"With {flag}: {unknown}" in line for line in told.json["verdict"])
 
 
