@@ -23,10 +23,11 @@ _FEW, _DIFFERENT = 3, 0.95
 # if runs vary by 5 % and there are no finals, at most 5 % of searches recommend a configuration
 # that is not better than the user's own (`benchmarks/winners_curse.py`).
 _PRIOR_SD, _PRIOR_FREEDOM = 0.02, 3
-# The same for pairs. With it and `_prior_freedom`, the median interval of two pairs is no wider
-# than that of one. Intervals hold in 96 % of runs at 5 % of variation, and in 91 % at 10 %
-# (`tests/run/test_finals.py`).
-_PRIOR_SD_OF_PAIRS = 0.03
+# The same for intervals of one and two pairs; see `_prior_freedom`. Intervals then hold in 96 % of
+# runs at 5 % of variation. At 10 %, those of one pair hold in 91 %, those of two in 94 %
+# (`tests/run/test_finals.py`). More pairs need no prior.
+_PRIOR_SD_OF_PAIRS = {1: 0.03, 2: 0.05}
+_USUAL_SD = 0.03  # of runs, to judge whether the first trial differs from two pairs
 
 
 @dataclass(frozen=True)
@@ -141,13 +142,13 @@ class Comparison:
             squares += _squares_beside_drift([first + second for first, second in pairs])
             freedom += count - 2
         more = _prior_freedom(count, sum(searched is not None for searched in before))
-        prior = 2 * more * _PRIOR_SD_OF_PAIRS**2
+        prior, usual = (2 * more * sd**2 for sd in (_PRIOR_SD_OF_PAIRS.get(count, 0), _USUAL_SD))
         again = list(zip(before, zip(*pairs, strict=True), strict=True))[: 2 if count == 1 else 1]
         for searched, runs in again if count <= _FEW else ():
             if searched is None:
                 continue
             square = 2 * (searched - statistics.fmean(runs)) ** 2 * count / (count + 1)
-            expected = (squares + prior) / (freedom + more)
+            expected = (squares + usual) / (freedom + more)
             limit = student.half_width(_DIFFERENT, freedom + more) ** 2 * expected
             if count == 1 or square <= limit:
                 squares, freedom = squares + square, freedom + 1

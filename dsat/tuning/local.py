@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from dsat.command.switches import CHECKPOINTING
 from dsat.engines import Engine
 from dsat.engines.agent import leftovers
 from dsat.engines.engine import LocalEngine
@@ -332,8 +333,9 @@ def _does_not_fit(run: Run) -> str:
     tried = [t.strategy for t in run.trials.values() if t.kind is TrialKind.PROFILE]
     allowed = "" if 3 in run.plan.searched_stages else ", higher --zero-stages"
     several = run.plan.slots_per_trial > 1
+    recomputing = "" if run.plan.switches.get(CHECKPOINTING) else "activation checkpointing, "
     shared = ", --search tensor_parallel.autotp_size sequence_parallel_size" if several else ""
     return (
         f" The model does not fit even at the smallest micro batch with {', '.join(tried)}. Use "
-        f"more devices{allowed}{shared}, or --nvme-path."
+        f"{recomputing}more devices{allowed}{shared}, or --nvme-path."
     )

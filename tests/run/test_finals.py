@@ -237,13 +237,14 @@ def comparisons(
 def test_intervals_of_few_pairs_hold_and_become_narrower(
     variation: float, least: float, cold: float, is_alone: bool
 ) -> None:
+    """One pair is judged by an assumed variation, so two pairs of a noisy machine may tell less."""
     margins = []
     for pairs in (1, 2, 3):
         found = comparisons(pairs, variation, cold=cold, is_alone=is_alone)
         held = sum(abs(each.mean) <= each.margin for each in found)
         assert held / len(found) >= least, pairs
         margins.append(np.median([each.margin for each in found]))
-    assert margins[0] * 1.03 > margins[1] > margins[2]
+    assert margins[0] * (1.03 if variation < 0.03 else 1.3) > margins[1] > margins[2]
 
 
 def test_a_slow_first_trial_does_not_hide_a_gain_of_two_pairs() -> None:
