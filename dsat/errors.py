@@ -104,4 +104,4 @@ class InvalidTrial(DsatError):
 
 
 class Diverged(DsatError):
-    """Inside a trial: the loss is not finite."""
+    """Inside a trial: the loss is not finite, or too many steps overflow in fp16."""

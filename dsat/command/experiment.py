@@ -302,7 +302,7 @@ def _check_searcher(data: Mapping[str, Any], where: str) -> None:
     values = list(length.values()) if isinstance(length, Mapping) else [length]
     if len(values) != 1 or isinstance(values[0], bool) or not isinstance(values[0], int):
         raise UserInputError(
-            f"must be a whole number, or one unit with a whole number, not {length!r}",
+            f"must be a whole number, or a mapping such as {{batches: 100}}, not {length!r}",
             where=f"{where}: searcher.max_length",
             hint="For example: max_length: {batches: 100}",
         )

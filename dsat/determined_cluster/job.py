@@ -93,7 +93,10 @@ def remove_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore_secrets(config: Mapping[str, Any], runner: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the user's configuration with its secrets from the runner's experiment."""
+    """Return the user's configuration with the secrets that the job file lacks.
+
+    They are read from the experiment of the search runner.
+    """
     kept = (runner.get(_DATA) or {}).get(_TRIALS_SECRETS)
     # The user's values take precedence: the runner's `checkpoint_storage` keeps more checkpoints.
     return ds_config.merge(_secrets_of(runner) if kept is None else kept, config)

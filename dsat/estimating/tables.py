@@ -200,7 +200,10 @@ class LineByLine:
             lines = [line for line in lines if line.strategy != strategy]
 
     def _edges(self, lines: Sequence[Line]) -> list[Edge]:
-        """Return the strategies that nearly fit; with savings once all lines are simulated."""
+        """Return the strategies that nearly fit.
+
+        Once all lines are simulated, add what activation checkpointing would save.
+        """
         at_once = self._settings.formula or self._simulated < len(self._asked)  # or interrupted
         recomputed = None if at_once or _fit_all(lines) else self._recomputed()
         if recomputed is None:

@@ -137,8 +137,8 @@ class Measurement:
         self._skipped += 1
         if self._skipped > MAX_SKIPPED_STEPS:
             raise Diverged(
-                f"{self._skipped} optimizer steps were skipped because of fp16 overflows: the loss "
-                "is not finite. Train in bf16, or check the data and the learning rate"
+                f"{self._skipped} optimizer steps were skipped, because gradients overflowed in "
+                "fp16. Train in bf16, or check the data and the learning rate"
             )
         if self._skipped % CHECK_SKIPPED_EVERY == 0:
             self._recorder.losses.read(self._ranks.mean)

@@ -159,9 +159,10 @@ def _reduction(stage: int, settings: Mapping[str, Any]) -> str:
 def _kept_live(settings: Mapping[str, Any], params: float) -> float:
     """Return the fraction of parameters that are still gathered when the backward pass begins.
 
-    A parameter stays gathered while the limit of live parameters allows it, or if it is reused
-    soon. The last parameter of the forward pass is reused at once; the first one, after all others
-    were used twice.
+    A parameter stays gathered within `stage3_max_live_parameters`, or if at most
+    `stage3_max_reuse_distance` parameters are used before it is needed again. Between its uses in
+    the forward and in the backward pass, each later parameter is used twice, so half the distance
+    counts.
     """
     live, reuse = (
         float(value) if isinstance(value := settings.get(name), (int, float)) else 1e9

@@ -174,7 +174,7 @@ _SEARCH_OPTIONS = ("early_stopping", "num_micro_batches")  # options of a method
 _CHECKED: Mapping[str, Reader] = {
     "enabled": _flag,
     "mp_size": _limit_to_one("model parallel jobs cannot be tuned"),
-    "num_nodes": _limit_to_one("trials run on one machine"),
+    "num_nodes": _limit_to_one("dsat takes the machines from a hostfile, Slurm or Ray"),
     **dict.fromkeys(_WITHOUT_EFFECT, lambda value, where: value),
 }
 KEYS = frozenset({*_VALUES, *_CHECKED})

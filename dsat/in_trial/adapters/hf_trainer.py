@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # imports torch
     from dsat.in_trial.script_switches import ScriptSwitches
 
 NO_CPU_RANKS = (
-    "accelerate does not use DeepSpeed on several CPU ranks. dsat enables it, but only in runs "
+    "accelerate takes each rank on a CPU for the only one. dsat corrects this, but only in runs "
     "that dsat starts"
 )
 

@@ -28,10 +28,10 @@ def loads_float32() -> bool:
 
 
 def decide_masks_by_values(known: Callable[[torch.Tensor], bool]) -> None:
-    """Omit masks in simulations where training omits them, for the rest of the process.
+    """From now on in this process, simulate without a mask if training would have none.
 
-    Since transformers 5.0, fake tensors count as traced. Traced samples are treated as packed: they
-    get a mask, and therefore another attention kernel.
+    Since transformers 5.0, fake tensors count as traced. transformers does not check whether traced
+    samples are packed: it builds a mask for them, and so chooses another attention kernel.
 
     Args:
         known: returns whether the values of a fake tensor are known.
