@@ -195,7 +195,7 @@ def test_a_model_that_fits_nowhere_says_what_would_help(tmp_path: Path) -> None:
     world: dict[str, Any] = {"model": replace(LARGE, hidden=12288), "host_memory_bytes": GIB}
     _, told = tuned(tmp_path, **world)
     said = blamed(told)
-    assert "use activation checkpointing, more devices" in said
+    assert "Use activation checkpointing, more devices" in said
     assert "does not fit" in said and ("--nvme-path" in said or "host memory" in said)
     assert all(row["outcome"] in ("OOM", "HOST_OOM") for row in told.trials)
 
