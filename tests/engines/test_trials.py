@@ -275,7 +275,7 @@ def test_what_the_script_said_before_it_exited_is_quoted(tmp_path: Path) -> None
     assert outcome.message == f"rank 0: {said}"
 
 
-@pytest.mark.parametrize("status", [0, 1])
+@pytest.mark.parametrize("status", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_an_error_counts_although_the_process_ends_at_once(status: int, tmp_path: Path) -> None:
     fails = f"try:\n    train(make_engine(), rows=2**44)\nfinally:\n    os._exit({status})"
     with scripts_in(tmp_path) as scripts:
@@ -455,8 +455,12 @@ IN_A_PROCESS = "multiprocessing.get_context('fork').Process"
     ("script", "is_cold"),
     [
         (TRAINS_IN.format(queue="queue.Queue", start="threading.Thread"), False),
-        (TRAINS_IN.format(queue="multiprocessing.Queue", start=IN_A_PROCESS), False),
-        (BESIDE_A_THREAD, True),  # Python's own end waits for the thread
+        pytest.param(
+            *(TRAINS_IN.format(queue="multiprocessing.Queue", start=IN_A_PROCESS), False),
+            marks=pytest.mark.nightly,
+        ),
+        # Python's own end waits for the thread.
+        pytest.param(BESIDE_A_THREAD, True, marks=pytest.mark.nightly),
     ],
     ids=["thread", "process", "beside a thread"],
 )
