@@ -82,7 +82,8 @@ class Prepared:
         """Return a copy that avoids starting problems reported by earlier trials of the run."""
         shown = {warning for outcome in run.outcomes.values() for warning in outcome.warnings}
         settings, hosts, program = self.settings, self.hosts, self.program
-        if FRESH_PROCESSES_ONLY in shown:
+        # The reason may follow in parentheses.
+        if any(text.startswith(FRESH_PROCESSES_ONLY) for text in shown):
             settings = replace(settings, cold=True)
         if NO_SEGMENTS in shown:
             hosts = tuple(disable_segments(hosts))

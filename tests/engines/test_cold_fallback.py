@@ -52,7 +52,8 @@ def test_what_refuses_expandable_segments_runs_without(tmp_path: Path) -> None:
 def test_a_resumed_run_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PROGRAMS / "tiny")
     ready = prepared("python3 train.py --deepspeed_config ds_config.json", Path(), monkeypatch)
-    for warnings, remembers in (((), False), ((FRESH_PROCESSES_ONLY,), True)):
+    because = f"{FRESH_PROCESSES_ONLY} (an import started threads)"
+    for warnings, remembers in (((), False), ((FRESH_PROCESSES_ONLY,), True), ((because,), True)):
         run = Run()
         run.outcomes[0] = Outcome(OutcomeKind.OK, warnings=warnings)
         assert ready.after(run).settings.cold is remembers
