@@ -318,3 +318,18 @@ def warnings_of(outcome: Outcome) -> tuple[str, ...]:
 
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def ended(bench: Bench, *trials: Trial) -> list[Outcome]:
+    """Return the outcomes of trials that run concurrently."""
+    outcomes: dict[int, Outcome] = {}
+    while len(outcomes) < len(trials):
+        outcomes.update(bench.engine.poll(PATIENCE_S))
+    return [outcomes[trial.id] for trial in trials]
+
+
+def launched(bench: Bench, *behaviours: str) -> list[Trial]:
+    trials = [bench.trial(behaviour) for behaviour in behaviours]
+    for trial in trials:
+        bench.engine.launch(trial)
+    return trials

@@ -135,7 +135,7 @@ class Entrypoint(Recorded):
             add=self.takes_hf_flags,
         )
         if flag_leads and script_args.value_of(args, batch_flag) is None:
-            args = (batch_flag, "1", *args)
+            args = (batch_flag, str(config[_MICRO_BATCH]), *args)
         if batch_flag:
             args = script_args.rewrite(args, config, {_MICRO_BATCH: batch_flag}, add=True)
         env = {**self.env, **script_switches.variables(switches)}

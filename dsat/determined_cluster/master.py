@@ -213,7 +213,7 @@ def running_trials(master: Master, experiment_id: int) -> dict[tuple[int, int], 
 
 
 def kill_trial(master: Master, trial_id: int) -> None:
-    """Kill a trial; its experiment goes on."""
+    """Kill a trial, but not its experiment."""
     from determined.common.api import bindings
 
     master.ask(lambda: bindings.post_KillTrial(master.session, id=trial_id))

@@ -2,7 +2,7 @@
 
     python3 -m dsat.determined_cluster.runner dsat_job.json
 
-It creates the `custom` experiment and answers its events until the search is over. Decisions are
+It creates the `custom` experiment and answers its events until the search ends. Decisions are
 saved as a checkpoint before they are posted; the module `search` explains why nothing is lost or
 done twice if this process dies. determined's `RemoteSearchRunner` is not used: it pickles the last
 operations and would post them again for another event after a restart; it ends at the first failed

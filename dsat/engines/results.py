@@ -127,7 +127,8 @@ def _read_command_outcome(running: Running, reports: list[Outcome]) -> Outcome:
     when = "before it called deepspeed.initialize" if before_engine else "before it was measured"
     if steps := read_steps(folder):
         when = f"after {fmt.count(steps, 'optimizer step')}, {when}"
-    message = f"{describe_end(running)} {when}"
+    end = "your command ran out of memory" if kind is OutcomeKind.OOM else describe_end(running)
+    message = f"{end} {when}"
     return Outcome(kind, message=message, detail=log, before_engine=before_engine)
 
 

@@ -93,7 +93,7 @@ class Retries:
 
     @property
     def one_at_a_time(self) -> bool:
-        """Whether trials must not run at the same time, because the script uses a fixed port."""
+        """Return whether trials must run one at a time, because the script uses a fixed port."""
         return self._freed >= _FIXED_AFTER
 
     def note_warm_up(self, cannot_fork: str) -> None:

@@ -223,7 +223,7 @@ class Task:
 
 
 def numbers(outcome: Outcome, *, measures: bool = True) -> dict[str, float]:
-    """Return the numeric metrics of an outcome; those of its profile if not `measures`.
+    """Return the numeric metrics of an outcome; of its profile only, if not `measures`.
 
     A trial that only profiles omits the searched metric, by which the master would rank it.
     """

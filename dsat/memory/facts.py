@@ -160,7 +160,7 @@ class Setup:
 
     @property
     def reduces_last(self) -> bool:
-        """Whether one bucket holds all gradients, so that it is reduced after the backward pass."""
+        """Return whether one bucket holds all gradients, which are then reduced last."""
         return self.facts.trainable_params <= self.bucket
 
     @property

@@ -30,8 +30,8 @@ UNCALIBRATED_MARGIN, CALIBRATED_MARGIN = 1.05, 1.02
 # Reserved memory counts as fragmentation only if it is at least this fraction of the limit, and up
 # to this multiple of allocated memory: torch frees unused memory before it runs out.
 _TELLING_PART, _MOST_FRAGMENTED = 0.5, 1.25
-# If a trial was predicted to fit but ran out of memory, the margin of its strategy, and that of all
-# strategies, grow by at most these factors.
+# If a trial was predicted to fit but ran out of memory, the margin of its strategy grows by at most
+# the first factor, and the margin of all strategies by at most the second.
 _CAUTION, _CAUTION_OF_ALL = 1.15, 1.05
 _BEYOND = 1.04  # a margin grows until prediction times margin is this multiple of the limit
 _RECOMPUTED = 2**-1.5  # assumed factor of activations, if checkpointing was not simulated

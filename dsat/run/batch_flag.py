@@ -34,7 +34,7 @@ class BatchFlag:
 
     @property
     def leads(self) -> bool:
-        """Whether `name` must precede all other arguments."""
+        """Return whether `name` must precede all other arguments."""
         return self.name in self._leading
 
     def update(self, trial: Trial, outcome: Outcome, own_micro_batch: int) -> None:

@@ -68,7 +68,7 @@ def margin_of_single_runs(
 
 @dataclass(frozen=True)
 class Gain:
-    """How many times better one configuration is than another, with a 95 % interval."""
+    """Ratio by which one configuration is better than another, with its 95 % interval."""
 
     ratio: float
     low: float

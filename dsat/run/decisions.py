@@ -9,7 +9,7 @@ from typing import Any
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.run import finals
-from dsat.run.events import EVENT_EARLIER, EVENT_FINISHED, EVENT_PROPOSED
+from dsat.run.events import EVENT_EARLIER, EVENT_FINISHED, EVENT_PROPOSED, budget_reason
 from dsat.run.finals_phase import FinalsPhase
 from dsat.run.history import Measured
 from dsat.run.profile_phase import ProfilePhase
@@ -162,7 +162,7 @@ class Decisions:
 
     @property
     def _stop_for_budget(self) -> Stop:
-        return Stop(f"the budget of {self.run.plan.max_trials} trials is used")
+        return Stop(budget_reason(self.run.plan.max_trials))
 
     @property
     def _reserved(self) -> int:

@@ -22,6 +22,7 @@ EVENT_BUDGET = "budget"
 EVENT_PAUSED = "paused"  # the user interrupted the run
 EVENT_MEMORY_BASIS = "foreseen"  # the name in journals of all versions
 EVENT_FINALS = "finals"
+_BUDGET = "the budget of"  # how `budget_reason` begins in journals of all versions
 
 # Required values of events.
 VALUES_OF: Mapping[str, Mapping[str, Any]] = {
@@ -59,6 +60,16 @@ _VALUES_OF_ALL: Mapping[str, Any] = {
 # Fields of a plan that a resumed run may change; earlier versions wrote only the first.
 OF_A_BUDGET = ("max_trials", "finals", "indifference")
 _TIMES_S = range(253_402_214_400)  # valid dates, up to a day before the year 10000
+
+
+def budget_reason(max_trials: int) -> str:
+    """Return the reason of a search that ends because no trials remain."""
+    return f"{_BUDGET} {max_trials} trials is used"
+
+
+def is_of_budget(reason: str | None) -> bool:
+    """Return whether a search ended for `budget_reason`."""
+    return reason is not None and reason.startswith(_BUDGET)
 
 
 def event_of(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -147,7 +147,7 @@ def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
 
 
 class Role(str, enum.Enum):
-    """Which configuration a turn of the finals runs."""
+    """Configuration that a turn of the finals runs."""
 
     OWN = "own"
     LEADER = "leader"

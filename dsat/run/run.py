@@ -168,7 +168,7 @@ class Run:
         if self.baseline is None:
             raise ValueError("finals without the user's own configuration")
         self.search_ended = event["reason"]
-        self.converged = event.get("converged", not event["reason"].startswith("the budget of"))
+        self.converged = event.get("converged", not events.is_of_budget(event["reason"]))
         for trial_id in [i for i in self.repeated if self.trials[i].kind is TrialKind.FINAL]:
             del self.repeated[trial_id]
         self.disqualified, self.is_reopened = {}, False

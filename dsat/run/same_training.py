@@ -46,7 +46,7 @@ _OTHER_START = (
 
 
 class Agreement(str, enum.Enum):
-    """Whether two configurations train alike."""
+    """Result of comparing the losses of two configurations."""
 
     SAME = "same"
     DIFFERENT = "different"

@@ -139,7 +139,7 @@ class _Branch:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the branch is abandoned, because too many of its settings failed."""
+        """Return whether the branch is abandoned, because too many of its settings failed."""
         return not self.has_run and len(self.errors) >= _MOST_ERRORS
 
     @property

@@ -10,6 +10,7 @@ from typing import Any
 
 from dsat.command.ds_config import BATCH_KEYS, flat
 from dsat.command.switches import SWITCHES
+from dsat.run.events import is_of_budget
 from dsat.run.run import Run, own_switches
 from dsat.show.memory import used_bytes
 from dsat.show.verdict import GainView, Verdict, verdict
@@ -296,7 +297,7 @@ def _trial_counts(run: Run) -> str:
     if finals:
         parts = [f"{len(kinds)} ({len(kinds) - finals} of the search, {finals} of the finals)"]
     left = run.most_trials - len(kinds)
-    if left > 0 and not finals and str(run.stop_reason).startswith("the budget of"):
+    if left > 0 and not finals and is_of_budget(run.stop_reason):
         parts.append(f"{left} reserved for finals, not needed")
     return "; ".join(parts)
 

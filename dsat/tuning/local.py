@@ -20,6 +20,7 @@ from dsat.in_trial.failures import INSIDE_DSAT
 from dsat.memory.predictor import Basis
 from dsat.prepare.hosts import describe
 from dsat.run import history
+from dsat.run.events import is_of_budget
 from dsat.run.journal import FILE_NAME, Journal
 from dsat.run.loop import Observer, drive
 from dsat.run.profile_phase import name_of_trial
@@ -295,8 +296,8 @@ def _failure(run: Run, trials: Path) -> DsatError:
     if outcome.kind is OutcomeKind.INVALID:
         return UserInputError(outcome.message)
     hint = ""
-    if run.profile is None and str(run.stop_reason).startswith("the budget of"):
-        hint = " Not all that may fit was tried: allow more trials (--max-trials)."
+    if run.profile is None and is_of_budget(run.stop_reason):
+        hint = " Other configurations may run: allow more trials (--max-trials)."
     elif outcome.kind is OutcomeKind.ERROR:
         hint = _blame(trial, outcome)
     elif outcome.kind is OutcomeKind.OOM and trial.kind is not TrialKind.SEARCH:

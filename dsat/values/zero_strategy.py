@@ -50,7 +50,7 @@ class Strategy:
 
     @property
     def offloading(self) -> dict[str, str]:
-        """Where states and parameters are stored, by section: `{"offload_param": "cpu", ...}`."""
+        """Device of each offload section: `{"offload_param": "cpu", ...}`."""
         return {"offload_optimizer": self.offload_optimizer, "offload_param": self.offload_param}
 
     @property
