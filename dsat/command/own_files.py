@@ -150,7 +150,7 @@ def rewrite_command(words: Sequence[str], folder: Path, answer: Answer) -> Rewri
 
 def form_of_training(words: Sequence[str], folder: Path) -> Form | None:
     """Return the kind of the first file with training arguments in a command; None without one."""
-    files = (folder / _value(word) for word in words if _is_file(word, folder))
+    files = (folder / script_args.path_in(word) for word in words if _is_file(word, folder))
     return next(filter(None, (_form_of(_load(file), folder, file.parent) for file in files)), None)
 
 
@@ -181,7 +181,7 @@ class Rewriting:
         if position and before.replace("-", "_") == f"__{_ACCELERATE}":
             self.words[position] = self._accelerate_file(word)
         elif _is_file(word, self._folder):
-            named = _value(word)
+            named = script_args.path_in(word)
             copy, form = self._copy(self._folder / named)
             self.words[position] = word.removesuffix(named) + (copy or named)
             return form
@@ -286,13 +286,11 @@ def _default_file(variables: Mapping[str, str]) -> Path:
     return Path(os.path.expanduser(home)) / "accelerate" / "default_config.yaml"
 
 
-def _value(word: str) -> str:
-    return word.rpartition("=")[2] if word.startswith("--") else word
-
-
 def _is_file(word: str, folder: Path) -> bool:
-    path = folder / _value(word)
-    return path.suffix in _SUFFIXES and path.is_file() and path.stat().st_size <= _LARGEST_BYTES
+    path = folder / script_args.path_in(word)
+    if path.suffix not in _SUFFIXES or not os.path.isfile(path):  # False for names too long
+        return False
+    return path.stat().st_size <= _LARGEST_BYTES
 
 
 def _is_of_accelerate(data: Any) -> bool:

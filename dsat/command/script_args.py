@@ -291,7 +291,8 @@ def batch_from_args(
 def _flags_of_hparams(hparams: Mapping[str, Any], args: Sequence[str]) -> list[str]:
     """Return the batch-size flags that a Trainer's script makes from its hyperparameters.
 
-    Determined's examples append the hyperparameters `training_arguments` to the arguments.
+    Determined's examples append the hyperparameters `training_arguments` to the arguments, so these
+    override flags of the command line.
     """
     others = {k: value for k, value in hparams.items() if k not in (CONFIG_KEY, OVERWRITE_KEY)}
     found = {flag: setting(others, flag.lstrip("-")) for flag in HF_BATCH_FLAGS.values()}

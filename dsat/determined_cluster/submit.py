@@ -207,8 +207,10 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
         said = job.describe_state(state)
         if found.get("best") is None and found.get("stop_reason"):
             said = f"failed ({found['stop_reason']})"
-        elif state == "ERROR" and (reason := clients.reason_of_failure(master, number)):
-            said = f"{said} ({reason})"
+        elif state == "ERROR":
+            with contextlib.suppress(UserInputError):  # the log may be out of reach
+                reason = clients.reason_of_failure(master, number)
+                said = f"{said} ({reason})" if reason else said
         _log.info("experiment %d ended: %s; see %s", number, said, submitted.url)
     if not found.get("over"):
         left_over = clients.end_search_of(master, number)

@@ -53,7 +53,9 @@ def collect_files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]
         else:
             found[Path(source.name)] = source
     for target, source in found.items():
-        if target.parts[0] in (PACKAGE_FOLDER, "dsat.py") and not _is_ours(source):
+        if target.parts[0] in (PACKAGE_FOLDER, "dsat.py") and not (
+            source.is_dir() or _is_ours(source)
+        ):
             raise UserInputError(
                 f"{target.parts[0]} would hide the package dsat in the trials",
                 where=str(model_dir),

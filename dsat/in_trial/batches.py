@@ -148,8 +148,8 @@ class BatchCounter:
             The number of samples of a full micro batch; None if samples cannot be counted.
 
         Raises:
-            InvalidTrial: all calls have the same number of samples, which is not the micro batch.
-                For the user's own micro batch, this is only a warning.
+            InvalidTrial: all full batches have the same number of samples, which is not the micro
+                batch. For the user's own micro batch, this is only a warning.
         """
         varies = ranks.maximum([float(self._varies())])[0] > 0
         self.warning, self.fed_instead, self.fixed_batch = None, {}, None

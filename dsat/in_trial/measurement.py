@@ -215,8 +215,10 @@ class Measurement:
         spec, marks = self._spec, self._steps
         full = self._recorder.counter.check(self._ranks)
         if full is None:
-            for each in marks:
-                each.calls = [replace(call, rows=None) for call in each.calls]
+            marks = [
+                replace(each, calls=[replace(call, rows=None) for call in each.calls])
+                for each in marks
+            ]
         else:
             spec = replace(spec, micro_batch=full)
         agreed = agree(marks, self._ranks, self._recorder.clock, spec)

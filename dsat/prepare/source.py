@@ -329,10 +329,12 @@ def _find_config(args: Sequence[str], folder: Path, passed: Mapping[str, Any]) -
     used = ds_config.flat(passed)
     for word in args:
         path = folder / script_args.path_in(word)
-        if path.suffix in _SUFFIXES and path.is_file():
+        if path.suffix in _SUFFIXES and os.path.isfile(path):  # False for names that are too long
             with contextlib.suppress(UserInputError):
                 own = ds_config.flat(ds_config.read(path))
-                if own and all(v in (ds_config.AUTO, used.get(k)) for k, v in own.items()):
+                if own and all(
+                    k in used and v in (ds_config.AUTO, used[k]) for k, v in own.items()
+                ):
                     return word
     return ""
 

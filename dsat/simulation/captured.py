@@ -74,6 +74,7 @@ class Captured:
 
         A loss may use the micro batch as a number: of samples, or of two views of each sample. An
         integer that is also the size of another dimension of the outputs is not replaced.
+        `CAPTURED_MICRO_BATCH` is a number that hardly occurs otherwise.
         """
         if not self.follows_config:
             return {}

@@ -83,6 +83,9 @@ def test_a_configuration_that_the_script_looks_up(
         (("ds.json",), {MICRO: 2}, None),
         (("ds.json",), {**CONFIG, "epochs": 3}, None),  # of the script, which passes a part of it
         (("ds.json",), {}, None),
+        (("ds.json",), {"seed": None}, None),
+        (("ds.json",), {"optimizer": "auto"}, None),
+        ((f"{'a' * 300}.json", "ds.json"), CONFIG, (f"{'a' * 300}.json", "/trial/ds.json")),
     ],
 )
 def test_an_argument_names_the_configuration_that_the_script_passes(

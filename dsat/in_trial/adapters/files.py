@@ -136,7 +136,7 @@ def save(name: str, position: int) -> Callable[..., Any]:
 
 
 def skip(call: Call) -> Any:
-    """Do nothing once the engine is made (`deepspeed.initialize`)."""
+    """Do nothing once the engine is made, and in processes that a rank started."""
     if call.trial.phase is Phase.PREPARING and not call.trial.is_simulated:
         return call.proceed()
     _say(call, NOT_SAVED)
