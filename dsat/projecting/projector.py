@@ -175,7 +175,7 @@ class Projector:
         traced, (count, _) = self._traced, settings.to
         sizes = sorted({count, *SIZES})
         of_own = sizes if settings.has_own else ()
-        own = [self.row(traced.own, n, traced.own_micro_batch) for n in of_own]
+        own = [self.row(traced.own, n, traced.own_micro_batch(n)) for n in of_own]
         best = {n: self._best(n) for n in sizes}
         return Projection(
             name=title,

@@ -61,11 +61,18 @@ class Traced:
         """Strategy of the user's configuration."""
         return of_config(self.base)
 
-    @property
-    def own_micro_batch(self) -> int:
-        """Micro batch of the user's configuration; 1 if it has none."""
-        given = self.base.get(ds_config.BATCH_KEYS[1])
-        return given if isinstance(given, int) else 1
+    def own_micro_batch(self, slots: int) -> int:
+        """Return the micro batch of the user's configuration, as DeepSpeed derives it.
+
+        1 if the configuration has no batch sizes.
+        """
+        total, micro, gas = (self.base.get(key) for key in ds_config.BATCH_KEYS)
+        if isinstance(micro, int):
+            return micro
+        if not isinstance(total, int):
+            return 1
+        steps = gas if isinstance(gas, int) else 1
+        return max(1, self.global_batch(slots) // (steps * self.parallelism.data(slots)))
 
     @property
     def parallelism(self) -> Parallelism:
@@ -85,7 +92,7 @@ class Traced:
         """
         total, *of_device = (self.base.get(key) for key in ds_config.BATCH_KEYS)
         if isinstance(total, int):
-            return total
+            return total // self.parallelism.tensor  # AutoTP divides it; see `resolve_batch`
         given = [size for size in of_device if isinstance(size, int)]
         if self.has_batch:
             each = math.prod(given)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import testing
+from dsat.command.ds_config import BATCH_KEYS, resolve_batch
 from dsat.errors import UserInputError
 from dsat.estimating.options import EstimateSettings
 from dsat.memory import closed_form
@@ -190,3 +191,21 @@ def test_all_strategies_have_the_same_global_batch(
     traced = Traced(base, facts, ModelTrace(step, step), {}, {}, length)
     assert (traced.global_batch(8), traced.global_batch(16)) == batches
     assert {m * traced.gas(8, m) for m in range(1, 100) if traced.gas(8, m)} == {batches[0] / 8}
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(64, None, None), (64, None, 4), (64, 2, None), (None, 3, 2), (None, 3, None), (64, 2, 4)],
+)
+@pytest.mark.parametrize("shared", [{}, {"tensor_parallel": {"autotp_size": 2}}])
+def test_own_batch_sizes_are_those_that_deepspeed_derives(
+    sizes: tuple[int | None, ...], shared: dict[str, Any]
+) -> None:
+    base = dict(zip(BATCH_KEYS, sizes, strict=True)) | shared
+    step = StepTrace((), (), 1, 1, 1, 1.0)
+    facts = ModelFacts(1, 1, 1, 0.0, 0.0, 0.0)
+    traced = Traced(base, facts, ModelTrace(step, step), {}, {}, 128)
+    derived = resolve_batch(base, 8, where="")
+    micro_batch = traced.own_micro_batch(8)
+    assert (micro_batch, traced.gas(8, micro_batch)) == (derived.micro_batch, derived.gas)
+    assert traced.global_batch(8) == derived.train_batch_size
