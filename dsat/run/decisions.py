@@ -104,7 +104,7 @@ class Decisions:
         search = self._search
         if search is None:
             trial = self._profiling.next_trial()
-            if trial is not None and len(run.trials) >= run.most_trials:
+            if trial is not None and len(run.trials) >= run.plan.max_trials:
                 return self._stop_for_budget
             return trial or Wait()
         step = self._continue_search(search)
@@ -115,12 +115,15 @@ class Decisions:
         if run.finals is not None:
             return self._continue_finals(run.finals, step.reason)
         # `propose` also fits the search's model, which `predicted` needs after a resumption.
-        converged = not self._is_budget_used or isinstance(search.propose(), Stop)
+        converged = not self._is_budget_used
+        if not converged and isinstance(stop := search.propose(), Stop):
+            step, converged = stop, True  # more trials would not go on either
         event = self._finals.begin(step.reason, search.predicted)
         return step if event is None else BeginFinals({**event, "converged": converged})
 
     def _continue_finals(self, begun: finals.Finals, reason: str) -> Trial | Wait | Stop:
-        return Stop(reason) if begun.over else self._finals.next_trial() or Wait()
+        is_over = begun.over or self.plan.finals == 0  # a resumed run may do without them
+        return Stop(reason) if is_over else self._finals.next_trial() or Wait()
 
     def _continue_search(self, search: SearchPhase) -> Trial | Wait | Stop:
         if self._is_budget_used:
@@ -158,7 +161,7 @@ class Decisions:
         searched = [run.outcomes.get(each.id) for each in trials if each.kind is TrialKind.SEARCH]
         all_failed = bool(searched) and not any(each is None or each.ok for each in searched)
         has_finals = run.value(run.baseline) is not None and not all_failed
-        return len(run.trials) >= run.most_trials - (self._reserved if has_finals else 0)
+        return len(run.trials) >= run.plan.max_trials - (self._reserved if has_finals else 0)
 
     @property
     def _stop_for_budget(self) -> Stop:
@@ -166,7 +169,7 @@ class Decisions:
 
     @property
     def _reserved(self) -> int:
-        most = self.run.most_trials - count_finals(self.run)
+        most = self.run.plan.max_trials - count_finals(self.run)
         reserved = finals.reserved(most, self.plan.finals)
         # A resumed search leaves at least a pair of finals.
         return min(reserved, finals.PAIR) if self.run.is_reopened else reserved

@@ -38,7 +38,7 @@ class FinalsPhase:
         """
         plan, run = self._plan, self._run
         used = len(run.trials) - count_finals(run)
-        most = run.most_trials - count_finals(run)
+        most = run.plan.max_trials - count_finals(run)
         own = run.baseline
         if run.leader is None or own is None or run.value(own) is None:
             return None

@@ -28,7 +28,7 @@ class Run:
     Attributes:
         has_begun: whether there was a first event; `plan` does not exist before.
         info: name, versions and machine, from the journal's first line.
-        earlier: ids of trials that are reused from earlier runs and cost nothing.
+        earlier: ids of trials that are reused from earlier runs in the folder.
         repeat: second trial of the user's own configuration, in a run without finals.
         leader: best trial before the finals whose batch sizes the plan admits; may be the user's.
         finals: finals after the search; None before, without finals, or once the search resumed.
@@ -307,11 +307,6 @@ class Run:
         reported = next((c.deepspeed_version for c in curves if c.deepspeed_version), None)
         return hazards.version_in(str(self.info.get("software", ""))) or reported
 
-    @property
-    def most_trials(self) -> int:
-        """Number of trials allowed, plus those from earlier runs."""
-        return self.plan.max_trials + len(self.earlier)
-
     def longest_s(self, kind: TrialKind) -> float | None:
         """Return the time limit of a trial's measurement in seconds; None for no limit.
 
@@ -369,20 +364,25 @@ def searched(run: Run) -> list[Trial]:
 
 
 def final_value(run: Run, trial: Trial) -> float | None:
-    """Return the mean value of a trial in the finals' pairs, else that of `typical_outcome`."""
-    mean = None if run.finals is None else run.finals.mean_log_value(trial.id)
-    if mean is not None:
-        return run.plan.objective.value_of(mean)
-    outcome = typical_outcome(run, trial)
-    return None if outcome is None else outcome.value(run.plan.objective)
+    """Return the mean value of a trial in the finals' pairs, else that of its first run.
+
+    Values of the best configuration and of the user's own can be compared: unless both are in the
+    pairs, both are first runs.
+    """
+    finals, best = run.finals, run.best
+    if finals is None or best is None or finals.mean_log_value(best.id) is None:
+        return run.value(trial)
+    mean = finals.mean_log_value(trial.id)
+    return run.value(trial) if mean is None else run.plan.objective.value_of(mean)
 
 
 def typical_outcome(run: Run, trial: Trial) -> Outcome | None:
-    """Return the outcome of a trial's median re-run in the finals; without one, its own.
+    """Return the outcome of a trial's median re-run in the finals; without a pair, its own.
 
     Once a search resumes after finals, those re-runs are ignored.
     """
-    repeated = run.repeated.items() if run.finals is not None else ()
+    has_pairs = run.finals is not None and run.finals.pairs
+    repeated = run.repeated.items() if has_pairs else ()
     finals = [i for i, again in repeated if again == trial.id]
     again = [run.trials[i] for i in finals if run.trials[i] is not run.repeat]
     ran = sorted((value, t.id) for t in again if (value := run.value(t)) is not None)

@@ -74,7 +74,7 @@ class LiveView(Observer):
             return
         self._shown = cells, lines
         bar = RichTable.grid()  # a bar alone does not end its line
-        bar.add_row(ProgressBar(total=run.most_trials, completed=len(view.ended), width=60))
+        bar.add_row(ProgressBar(total=run.plan.max_trials, completed=len(view.ended), width=60))
         table = terminal.rich_table(
             Table(("trial", "result"), cells, names=("trial",)), self._console.width
         )

@@ -86,5 +86,5 @@ def _describe_trial(run: Run, trial: Trial, outcome: Outcome) -> str:
     best = ""
     if run.best is not None and trial.kind is not TrialKind.FINAL:
         best = f"; recommended so far: {run.best.name}"
-    count = f"[{len(run.outcomes)}/{run.most_trials}]"
+    count = f"[{len(run.outcomes)}/{run.plan.max_trials}]"
     return f"{count} {trial.name}: {', '.join(parts)}{best}"

@@ -19,7 +19,7 @@ _RECENT = 20
 
 def describe_progress(run: Run) -> list[str]:
     """Return lines on an unfinished run: number of trials, and the time left if known."""
-    found = [f"{len(run.outcomes)} of at most {run.most_trials} trials"]
+    found = [f"{len(run.outcomes)} of at most {run.plan.max_trials} trials"]
     left = time_left(run)
     return found if left is None else [*found, left]
 
@@ -49,7 +49,7 @@ def time_left(run: Run) -> str | None:
     took = [run.outcomes[trial_id].duration_s for trial_id in recent]
     if len(took) < _LEAST_TRIALS:
         return None
-    most = run.most_trials
+    most = run.plan.max_trials
     left = most - len(run.outcomes)
     if left <= 0:
         return None

@@ -158,7 +158,7 @@ def list_runs(runs: Iterable[tuple[PastRun, RunView]]) -> list[Part]:
     headings = ("run", "state", "method", "trials", "best", "gain", "last change")
     cells = []
     for past, view in runs:
-        trials = f"{len(view.ended)} of {past.run.most_trials}"
+        trials = f"{len(view.ended)} of {past.run.plan.max_trials}"
         best = fmt.metric(view.plan.metric, view.best_value)
         when = datetime.datetime.fromtimestamp(past.changed_s).strftime("%Y-%m-%d %H:%M")
         method, gain = view.plan.method, view.gain.text

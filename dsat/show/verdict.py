@@ -108,8 +108,8 @@ def verdict(run: Run) -> Verdict:
 
 
 def search_gain(run: Run) -> float | None:
-    """Return the gain of `run.best_value` over the user's single measurement, if both exist."""
-    own = None if run.baseline is None else run.value(run.baseline)
+    """Return the gain of `run.best_value` over the user's own value, if both exist."""
+    own = None if run.baseline is None else final_value(run, run.baseline)
     if own is None or run.best_value is None:
         return None
     return run.plan.objective.gain(run.best_value, own)

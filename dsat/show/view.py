@@ -296,7 +296,7 @@ def _trial_counts(run: Run) -> str:
     parts = [str(len(kinds))]
     if finals:
         parts = [f"{len(kinds)} ({len(kinds) - finals} of the search, {finals} of the finals)"]
-    left = run.most_trials - len(kinds)
+    left = run.plan.max_trials - len(kinds)
     if left > 0 and not finals and is_of_budget(run.stop_reason):
         parts.append(f"{left} reserved for finals, not needed")
     return "; ".join(parts)

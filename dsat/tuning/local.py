@@ -113,6 +113,8 @@ class LocalSearch:
         make_engine = ENGINES.get(settings.engine, local_engine)
         self._engine = make_engine(ready, self.folder)
         self._opened.callback(self._engine.close)
+        if not self._has_trials:
+            return
         drive(
             self._tuner,
             self._engine,
@@ -142,10 +144,17 @@ class LocalSearch:
             )
         return Basis.of_profile(profile, ready.plan.switches, note=why_not)
 
+    @property
+    def _has_trials(self) -> bool:
+        """Whether trials are left to run, also interrupted ones, within the budget."""
+        is_used = len(self.run.outcomes) >= self.ready.plan.max_trials
+        return not self._tuner.finished and not (is_used and self.run.best is not None)
+
     def _has_work(self) -> bool:
-        if not self._tuner.finished:
+        if self._has_trials:
             return True
-        self._tuner.stop()
+        if self._tuner.finished:
+            self._tuner.stop()
         return self.ready.settings.run_full_experiment and self.run.best is not None
 
     @property

@@ -131,7 +131,7 @@ def earlier_runs(folder: Path, plan: Plan, info: Mapping[str, Any]) -> list[Run]
             _log.info(
                 "%s: the search begins again without what was measured before the change", changed
             )
-        elif _has_errors_to_retry(run):
+        elif _has_errors_to_retry(run, plan.max_trials):
             _set_aside(journal)
             _log.info("running the failed trials again")
     aside = sorted(
@@ -156,14 +156,15 @@ def _is_over(run: Run, plan: Plan) -> bool:
     return stopped and decided and run.best is not None and plan.max_trials <= run.plan.max_trials
 
 
-def _has_errors_to_retry(run: Run) -> bool:
+def _has_errors_to_retry(run: Run, max_trials: int) -> bool:
     """Return whether failed trials of a run should be retried.
 
     If the run has no result, every failure except device OOM is retried. If it has one, only errors
-    are retried, and only before the finals and the end of the run: refusals by DeepSpeed, timeouts,
-    OOM and non-finite losses would happen again.
+    are retried, and only before the finals and the end of the run, if trials are left: refusals by
+    DeepSpeed, timeouts, OOM and non-finite losses would happen again.
     """
     kinds = {outcome.kind for outcome in run.outcomes.values()}
     if run.best is None:
         return not kinds <= {OutcomeKind.OK, OutcomeKind.OOM, OutcomeKind.CANCELED}
-    return OutcomeKind.ERROR in kinds and run.stop_reason is None and run.finals is None
+    is_over = run.stop_reason is not None or run.finals is not None
+    return OutcomeKind.ERROR in kinds and not is_over and len(run.outcomes) < max_trials

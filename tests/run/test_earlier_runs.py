@@ -1,4 +1,4 @@
-"""Trials of earlier runs are observations of a new one, and cost it nothing."""
+"""Trials of earlier runs are observations of a new one, and count in its budget."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def test_finals_that_are_not_needed_are_counted_beside_earlier_trials() -> None:
         return replace(measure(trial), metrics=ran(1000 if trial.id == 0 else 1).metrics)
 
     first, _ = run(PLAN, measured=own_is_best)
-    second, launched = run(replace(PLAN, finals=2), first, measured=own_is_best)
+    plan = replace(PLAN, finals=2, max_trials=16)
+    second, launched = run(plan, first, measured=own_is_best)
     assert second.best is second.baseline and second.finals is None
     assert len(launched) == 6 and len(second.earlier) == 8
     [line] = [fact for fact in RunView.build(second).facts if fact.startswith("trials: ")]
@@ -75,7 +76,7 @@ def test_the_flag_of_a_fixed_batch_is_known_from_earlier_runs() -> None:
         return Outcome(OutcomeKind.INVALID, fixed_batch=own, batch_flag="--bs")
 
     first, before = run(PLAN, measured=feeds_its_flag)
-    plan = replace(PLAN, finals=2, max_trials=6)
+    plan = replace(PLAN, finals=2, max_trials=14)
     second, launched = run(plan, first, measured=feeds_its_flag)
     assert {trial.batch_flag for trial in before} == {"", "--bs"}
     assert {trial.batch_flag for trial in launched} == {"--bs"}

@@ -188,3 +188,17 @@ def test_a_run_that_failed_is_told_with_the_scripts_own_words(user: User) -> Non
         told = run(User(user.folder / kind), CASES[name])
         assert "ValueError: odd" in line_of(told, kind)
     assert told.json["gain"] == 1.0 and told.json["best"] == told.json["baseline"]
+
+
+def test_gain_and_values_agree_wherever_finals_are_interrupted(user: User) -> None:
+    user.world = World(run_sd=0.1)
+    user.tunes("--max-trials", 14)
+    events, journal = user.events(), user.folder / "run" / "journal.jsonl"
+    whole = journal.read_bytes()
+    begun = next(n for n, event in enumerate(events) if event["event"] == "finals")
+    for count in range(begun, len(events) + 1):
+        journal.write_bytes(whole)
+        user.cut(count)
+        told = user.types("show", "run", "--json")
+        ratio = value_of(told, "best_value") / value_of(told, "own_value")
+        assert value_of(told, "gain") == pytest.approx(ratio), count
