@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import secrets
 import socket
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -34,6 +35,8 @@ _JSON, _TEXT, _HTML = "application/json", "text/plain; charset=utf-8", "text/htm
 class Server(ThreadingHTTPServer):
     """Server of the page of one run.
 
+    The path of the page is a secret, since all users of the machine reach the port.
+
     Raises:
         UserInputError: the server cannot listen on the port.
     """
@@ -48,10 +51,11 @@ class Server(ThreadingHTTPServer):
             where = f"a port of {LOOPBACK}" if port is None else f"--port {port}"
             raise UserInputError(problem, where=where) from None
         self.folder = folder
+        self.path = f"/{secrets.token_urlsafe(16)}/"
 
     @property
     def url(self) -> str:
-        return f"http://{LOOPBACK}:{self.server_port}/"
+        return f"http://{LOOPBACK}:{self.server_port}{self.path}"
 
     def how_to_open(self) -> list[str]:
         """Return instructions to open the page, here and from another machine."""
@@ -78,11 +82,13 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Host", "").partition(":")[0] not in _HOSTS:
             self._send(400, _TEXT, "Unknown host.")
             return
+        path, _, page_name = url.path.rpartition("/")
+        is_known = secrets.compare_digest(f"{path}/".encode(), self.server.path.encode())
         try:
-            if url.path == "/":
+            if is_known and not page_name:
                 past = _load(self.server.folder, _version(self.server.folder))
                 self._send(200, _HTML, page.watch_html(RunView.build(past.run), str(past.folder)))
-            elif url.path == "/state":
+            elif is_known and page_name == "state":
                 known = parse_qs(url.query).get("version", [""])[0]
                 self._send(200, _JSON, json.dumps(_state(self.server.folder, known)))
             else:

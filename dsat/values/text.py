@@ -6,8 +6,11 @@ escape sequences, megabytes of text, and passwords.
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 import shlex
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,19 +48,20 @@ _BEGINNINGS = (
     r"sk-(?=[0-9a-f]{32})|gh[opsur][_-]|github_pat_|gl[a-z]{2,5}-(?=[\w-]{20})|AKIA|ASIA|AIza|ya29\.|xox[abeprs]-|npm_|pypi-|SG\.|"
     r"r8_(?=[A-Za-z0-9]{37}\b)|(?:dop|doo|dor)_v1_|[rs]k_(?:live|test)_|hv[bs]\.|gsk_|nvapi-|dapi(?=[0-9a-f]{30})|"
     r"ATATT3|figd_|ntn_|AGE-SECRET-KEY-|key-(?=[0-9a-f]{32})|bot(?=\d{8,}:)|"
-    r"lin_api_|xai-|pplx-|shp(?:at|ca|pa|ss)_|glsa_|tskey-|dckr_pat_|lsv2_|pcsk_|whsec_"
+    r"lin_api_|xai-|pplx-|shp(?:at|ca|pa|ss)_|glsa_|tskey-|dckr_pat_|lsv2_|pcsk_|whsec_|wandb_v\d_"
 )
 _SHOWN_SECRETS = (
     # URLs with credentials.
     (re.compile(r"(?<=://)[^\s/@:'\"]*:[^\s/'\"]+(?=@)"), HIDDEN),  # up to the last @
     (re.compile(r"(?<=://)[\w.~+=-]{16,}(?=@)"), HIDDEN),
     (
-        re.compile(r"(?i)([?&](?:sig|signature|token|access_token|x-amz-\w+)=)[^&\s'\"]+"),
+        re.compile(r"(?i)([?&](?:sig|signature|token|access_token|key|code|x-amz-\w+)=)[^&\s'\"]+"),
         rf"\1{HIDDEN}",
     ),
     (re.compile(r"(?i)(\bauthorization[\"']?\s*[:=]\s*[\"']?basic\s+)[\w+/=-]+"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)(\bauthorization[\"']?[:=]\s*[\"']?)(?=\w*\d)[\w+/=-]{12,}"), rf"\1{HIDDEN}"),
     (re.compile(r"(?i)(\bbearer\s+)[\w.~+/=-]{8,}"), rf"\1{HIDDEN}"),
+    (re.compile(r"(?i)(\b(?:set-)?cookie:\s*)[^\r\n]+"), rf"\1{HIDDEN}"),
     # Webhooks, whose path is the secret.
     (
         re.compile(r"(hooks\.slack\.com/\w+/|discord(?:app)?\.com/api/webhooks/\d+/)[\w/-]+"),
@@ -66,8 +70,8 @@ _SHOWN_SECRETS = (
     # `invalid token hf4...`: a word that looks like a key, after a name for keys.
     (
         re.compile(
-            r"(?i)\b((?:token|password|passphrase|secret|api[ _-]?key)\s+"
-            r"(?:(?:is|was|provided):?\s+)?['\"]?)"
+            r"(?i)\b((?:token|password|passphrase|secret|api[ _-]?key):?\s+"
+            r"(?:(?:is|was|provided|not valid):?\s+)?['\"]?)"
             r"(?=[^\s\d]*\d)(?=[^\sa-z]*[a-z])[\w.~+/-]{12,}"
         ),
         rf"\1{HIDDEN}",
@@ -80,9 +84,10 @@ _SHOWN_SECRETS = (
         HIDDEN,
     ),
 )
-# `name=value`, `"name": "value"`, `--name value`.
+# `name=value`, `"name": "value"`, also escaped, `--name value`, `'--name', 'value'`.
 _NAMED = re.compile(
-    r"""(?<![\w.-])(?<!\$\{)(?:([\w.-]{1,100})["']?\s{0,4}[=:]|(--?[\w.-]{1,100})(?=\s))\s{0,4}"""
+    r"""(?<![\w.-])(?<!\$\{)(?:([\w.-]{1,100})\\?["']?\s{0,4}[=:]|"""
+    r"""(--?[\w.-]{1,100})(?:["'],)?(?=\s))\s{0,4}\\?"""
 )
 # `api_key: DeepSpeed has no such setting`: a sentence about a setting, not its value.
 _SENTENCE = re.compile(r": [A-Za-z]+ [A-Za-z0-9]")
@@ -96,6 +101,8 @@ _SOME_KEY = "a1" * 10
 _FLAG = re.compile(r"-{0,2}[A-Za-z][\w.-]*")
 _OF_THE_SHELL = frozenset("HOME PATH PWD OLDPWD USER UID SHELL LANG TERM HOSTNAME".split())
 _DASHED_KEY = re.compile(r"--(?=[^0-9]*[0-9])(?=[^A-Z]*[A-Z])[a-zA-Z0-9]{12,}$")
+_LONGEST_KEY = 10_000  # characters, of an RSA key of 8,192 bits and more
+_LEAST_KNOWN = 8  # characters of a secret that is hidden wherever it occurs
 _LOOKS_LIKE_A_KEY = re.compile(r"(?=[^0-9]*[0-9])(?=[^a-zA-Z]*[a-zA-Z])_?[a-zA-Z0-9+/=-]{12,}$")
 
 
@@ -113,7 +120,8 @@ def printable(text: str, most: int = MOST_OF_A_LINE) -> str:
     note = f" ... ({left_out:,} characters left out) ... "
     half = (most - len(note)) // 2
     # Hide secrets first, so that none is cut in half and missed.
-    first, last = (hide_secrets(_escape(part)) for part in (text[:most], text[-most:]))
+    window = most + _LONGEST_KEY
+    first, last = (hide_secrets(_escape(part)) for part in (text[:window], text[-window:]))
     return f"{first[:half]}{note}{last[-half:]}"
 
 
@@ -138,8 +146,30 @@ def _denotes_secret(name: str, value: str) -> bool:
     return bool(_NAME_OF_SECRET.search(words)) and not _HARMLESS.search(words)
 
 
+@functools.lru_cache(maxsize=8)
+def _known_secrets(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the secrets in a command and in the environment, the longest first.
+
+    Left out are paths, and what may be an ordinary word.
+    """
+    named = zip(words, _named(words), strict=True)
+    found = {word.removeprefix(shown) for word, (shown, name) in named if name}
+    found |= {value for name, value in os.environ.items() if is_secret(name, value)}
+    hidden = {
+        value
+        for value in found
+        if len(value) >= _LEAST_KNOWN and not value.isalpha() and not _PATH.match(value)
+    }
+    return tuple(sorted(hidden, key=len, reverse=True))
+
+
 def hide_secrets(text: str) -> str:
-    """Return a text with `***` in place of anything that looks like a secret."""
+    """Return a text with `***` in place of anything that looks like a secret.
+
+    The secrets of this process's command and environment are hidden wherever they occur.
+    """
+    for secret in _known_secrets(tuple(sys.argv)):
+        text = text.replace(secret, HIDDEN)
     for pattern, instead in _SHOWN_SECRETS:
         text = pattern.sub(instead, text)
     parts, position = [], 0
@@ -212,19 +242,26 @@ def _has_secret(text: str) -> bool:
 
 def _hidden(words: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield the visible part of each word, and the name of the secret that is left out, or ""."""
-    flag = ""
+    for shown, name in _named(words):
+        yield (shown, name) if name else (hide_secrets(shown), "")
+
+
+def _named(words: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield each word without the secret that a name denotes, and that name, or ""."""
+    flag, count = "", 0
     for word in words:
         is_flag = word.startswith("--") and not _DASHED_KEY.match(word)
-        if is_secret(flag, word) and not is_flag:
-            yield "", flag
-            flag = ""
+        is_further = count == 0 or _LOOKS_LIKE_A_KEY.match(word)  # `--api-keys A B`
+        if is_secret(flag, word) and not is_flag and is_further:
+            count += 1
+            yield "", flag if count == 1 else f"{flag}_{count}"
             continue
         name, equals, value = word.partition("=")
         if equals and is_secret(name, value):
             yield f"{name}=", name
         else:
-            yield hide_secrets(word), ""
-        flag = word if word.startswith("-") and not equals else ""
+            yield word, ""
+        flag, count = word if word.startswith("-") and not equals else "", 0
 
 
 def hide_secrets_in_values(value: Any, names: tuple[str, ...] = ()) -> Any:

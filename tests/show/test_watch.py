@@ -65,6 +65,16 @@ def test_nothing_but_the_report_is_served(served: tuple[Path, str, Run], path: s
     assert answer(url + path.format(trial=run.trials[3].name))[0] == 404
 
 
+def test_another_user_who_finds_the_port_cannot_read_the_page(
+    served: tuple[Path, str, Run],
+) -> None:
+    _, url, _ = served
+    port = url.rstrip("/").rpartition("/")[0]
+    assert len(url) - len(port) > 20
+    for path in ("/", "/state", "/index.html", f"{url[len(port) : -2]}/", "/ä/"):
+        assert answer(port + quote(path))[0] == 404
+
+
 def test_the_page_changes_nothing(served: tuple[Path, str, Run]) -> None:
     folder, url, _ = served
     before = sorted((path, path.stat().st_mtime_ns) for path in folder.rglob("*"))

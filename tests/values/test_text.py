@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,13 @@ HIDDEN = {
     "'--password=my pass phrase' --lr 1": "'--password=***' --lr 1",
     "env 'MY_TOKEN=a b c' LOWER=x": "env 'MY_TOKEN=***' LOWER=x",
     "--api_key 'it'\"'\"'s-a-secret-9' --lr 1": "--api_key '***' --lr 1",
+    "['train.py', '--api_key', 'hunter2', '--lr', '1']": (
+        "['train.py', '--api_key', '***', '--lr', '1']"
+    ),
+    r"{\"api_key\": \"x y\", \"lr\": 1}": r'{\"api_key\": \"***", \"lr\": 1}',
+    f"Invalid API key: {KEY}": "Invalid API key: ***",
+    "GET https://host/v1?key=aB%2Fb&code=x1": "GET https://host/v1?key=***&code=***",
+    "Set-Cookie: a=b1; c=d2": "Set-Cookie: ***",
 }
 SHOWN = (
     "s3://bucket/key and git@host:repo",
@@ -105,6 +113,31 @@ def test_a_secret_that_is_cut_through_is_hidden_too() -> None:
             assert not any("hunter2secret"[i : i + 4] in shown for i in range(10)), shown
 
 
+def test_no_line_of_a_long_key_is_shown() -> None:
+    key = "\n".join(f"{n:02}".ljust(64, "k") for n in range(50))
+    text = f"not a key: -----BEGIN PRIVATE KEY-----\n{key}\n-----END PRIVATE KEY-----"
+    assert "kkkk" not in printable(text) + printable(f"{text}{'b' * 1500}")
+
+
+def test_secrets_of_the_command_and_the_environment_are_hidden_wherever_they_occur(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = [
+        "dsat",
+        "train.py",
+        "--api_key",
+        "horse-7-battery",
+        "--name",
+        "my-run-12",
+        "PWD=/data/1",
+    ]
+    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setenv("MY_PASSWORD", "staple_of_1")
+    text = "my-run-12: 401 with horse-7-battery or staple_of_1, see /data/1"
+    assert printable(text) == "my-run-12: 401 with *** or ***, see /data/1"
+    assert shell_line(["x", "horse-7-battery"], Path()) == 'x "${ARGUMENT_1:?as in your command}"'
+
+
 def test_names_of_secrets() -> None:
     secrets = "wandb.api_key --wandb-key OPENAI_KEY DB_PASS PGPASSWORD github_pat account_key "
     secrets += "HF_TOKEN hubToken ENV:TOKEN --api-key OPENAI_API_KEY apikey db_password "
@@ -125,6 +158,10 @@ def test_commands_and_values() -> None:
     shown = json.dumps(hide_secrets_in_values(config))
     assert "abc" not in shown and '"lr": 1' in shown and '"token": null' in shown
     assert hide_secrets_in_words(["--token", f"--{KEY}", "--lr", "1"])[:2] == ["--token", STARS]
+    several = ["--api_keys", KEY, f"{KEY}2", "train", "--lr", "1"]
+    assert hide_secrets_in_words(several) == ["--api_keys", STARS, STARS, "train", "--lr", "1"]
+    line = shell_line(several, Path())
+    assert "${API_KEYS:" in line and "${API_KEYS_2:" in line
     flags = ["--token", "--epochs", "1"]
     assert hide_secrets_in_words(flags) == flags
     texts = {"max_tokens": 4096, "num_tokens": 10**9, "special_tokens": ["<s>"], "tokens": ["hi"]}
