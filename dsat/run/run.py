@@ -32,7 +32,6 @@ class Run:
         repeat: second trial of the user's own configuration, in a run without finals.
         leader: best trial before the finals whose batch sizes the plan admits; may be the user's.
         finals: finals after the search; None before, without finals, or once the search resumed.
-        training: comparison of losses and gradients with the user's own configuration.
         batch_flag: the script's flag for its micro batch.
         repeated: by id of a final or repeat, the id of the trial that it runs again.
         profiled: outcome of the latest trial that was to profile the model; it may have failed.
@@ -73,7 +72,6 @@ class Run:
         self.same_batch_final: Trial | None = None
         self.batch_flag = BatchFlag(self.outcomes)
         self.repeated: dict[int, int] = {}
-        self.training = TrainingCheck(self.trials, self.outcomes, self.repeated)
         self._changes: dict[tuple[int, bool], dict[str, tuple[Any, Any]]] = {}
         self.memory_basis: Basis | None = None
         self.stop_reason: str | None = None
@@ -190,12 +188,9 @@ class Run:
     def _check_training(self, finals: Finals) -> None:
         if finals.pick is None:
             return
-        assert self.baseline is not None
         pick = self.trials[finals.pick.trial_id]
         same_batch = None if finals.same_batch_gain is None else self.same_batch_final
-        found = self.training.find_excluded(
-            self.plan, self.baseline, pick, same_batch, self.changes, self.deepspeed_version
-        )
+        found = self.training.find_excluded(pick, same_batch)
         self.disqualified |= found
         if pick.id in found:
             finals.disqualify()
@@ -236,6 +231,16 @@ class Run:
                 if own.get(path) != its.get(path) and path not in trial.batch.config()
             }
         return self._changes[key]
+
+    @property
+    def training(self) -> TrainingCheck:
+        """Comparison of losses and gradients with the user's own configuration, which ended."""
+        assert self.baseline is not None
+        version = self.deepspeed_version
+        trials, outcomes, repeated = self.trials, self.outcomes, self.repeated
+        return TrainingCheck(
+            self.plan, self.baseline, trials, outcomes, repeated, self.changes, version
+        )
 
     @property
     def best(self) -> Trial | None:

@@ -270,11 +270,10 @@ def _confidence(run: Run, best: Trial) -> Iterator[str]:
     yield f"95 % confidence interval from {pairs} of runs; run-to-run variation {noise}."
     if best is run.baseline:
         return
-    assert run.baseline is not None
     if not finals.is_better:
         how = "faster" if finals.comparison.gain.high < 1 else "as fast"
         yield f"Your configuration is {how}, but its batch sizes are not those that you asked for."
-    finding = run.training.compare(run.plan, run.baseline, best)
+    finding = run.training.compare(best)
     if finding.agreement is Agreement.SAME:
         yield "On the same data the losses agree with yours."
     else:
