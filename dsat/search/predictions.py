@@ -239,7 +239,7 @@ class Predictions:
 
     def log_rate(self, points: Points) -> Array:
         """Return the predicted log of the objective, up to a constant, (n,); larger is better."""
-        rates: Array = self.configurations.log_work(points) - self.speed.predict_mean(points)
+        rates: Array = self.configurations.log_work(points) - self.speed.predict(points)[0]
         return rates
 
     @cached_property
