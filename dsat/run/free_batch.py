@@ -60,7 +60,7 @@ def predict(run: Run) -> FreeBatch | None:
     outcome = run.outcomes[own.id]
     first = Observation(Point(0, 0, 1), space.batch(1, settings), outcome, Source.BASELINE)
     known = Configurations.build(Problem(profile, objective, space, plan.seed))
-    points = known.points([(0, 0)], np.zeros(len(sizes), int), np.array(sizes))
+    points = known.points([(0, 0)] * len(sizes), np.array(sizes))
     rates = Predictions.fit(known, [first]).log_rate(points)
     gains = np.exp(rates - rates[0])
     at = int(np.argmax(gains >= _ENOUGH * gains.max()))

@@ -106,7 +106,7 @@ class Chooser:
             score = np.where(first, score, -np.inf)
         for_its_time = worth - np.log(np.maximum(1.0, candidates.cost / candidates.usual_cost))
         expected = float(for_its_time.max()) - 2 * math.log(
-            max(1.0, self.known.num_measured / _USUAL_LENGTH)
+            max(1.0, len(self.known.measured) / _USUAL_LENGTH)
         )
         at = int(np.argmax(score >= score.max() - _TIE))
         place = candidates.branch[at], candidates.index[at], candidates.micro_batch[at]
@@ -139,10 +139,10 @@ class Chooser:
 
     def _list_candidates(self) -> Candidates | None:
         known, configurations = self.known, self.known.configurations
-        keys, where, sizes = self._list_open()
+        keys, sizes = self._list_open()
         if not keys:
             return None
-        points = configurations.points(keys, where, sizes)
+        points = configurations.points(keys, sizes)
         speed = known.speed.beside(known.running) if len(known.running) else known.speed
         best = known.incumbent
         if best is None:
@@ -168,18 +168,13 @@ class Chooser:
         # more certain than a measurement. This is the standard deviation of the knowledge gradient
         # (Frazier, Powell and Dayanik, SIAM J. Control Optim. 47 (2008)).
         moved = (sd**2 / np.hypot(sd, speed.noise))[mine]
-        branch, index = np.array(keys).T[:, where]
-        log_runs = known.log_runs(keys, where, points)
+        branch, index = np.array(keys).T
+        log_runs = known.log_runs(keys, points)
         arrays = (branch, index, sizes, log_runs, gain, moved, cost)
         return Candidates(usual_cost, *(array[kept] for array in arrays))
 
-    def _list_open(self) -> tuple[list[Key], Array, Array]:
-        """Return the configurations that may be tried.
-
-        Returns:
-            The keys of all settings that occur; for each configuration, the position of its key in
-            these; and its micro batch.
-        """
+    def _list_open(self) -> tuple[list[Key], Array]:
+        """Return the settings and the micro batches of the configurations that may be tried."""
         known, configurations = self.known, self.known.configurations
         allowed = configurations.problem.space.micro_batches
         keys: list[Key] = []
@@ -192,12 +187,9 @@ class Chooser:
             ends = [edges[0], max(edges)]
             sizes = np.array(select_micro_batches(allowed, edges=ends, best=known.best_sizes))
             for key in compared:
-                is_open = known.find_open(key, sizes)
-                if is_open.any():
-                    keys.append(key)
-                    found.append(sizes[is_open])
-        where = np.repeat(np.arange(len(keys)), [len(sizes) for sizes in found])
-        return keys, where, np.concatenate(found) if found else np.zeros(0)
+                found.append(sizes[known.find_open(key, sizes)])
+                keys += [key] * len(found[-1])
+        return keys, np.concatenate([np.zeros(0), *found])
 
     def _list_settings(self, branch: int) -> list[Key]:
         """Return the settings of a branch to compare, except those that may not be tried again.
@@ -213,7 +205,7 @@ class Chooser:
             best = known.best_settings(branch)
             changes = [(branch, index) for index in configurations.settings.changes(branch, best)]
             size = np.full(len(changes), max(known.best_sizes, default=1.0))
-            points = configurations.points(changes, np.arange(len(changes)), size)
+            points = configurations.points(changes, size)
             mean, sd = known.speed.predict(points, reference=0)
             hopes = np.round(mean - sd, 9)  # ties are broken by position
             order = np.argsort(hopes[1:], kind="stable") + 1

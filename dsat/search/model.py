@@ -72,7 +72,7 @@ class ModelSearch(Search):
             return stop or Stop(EXHAUSTED)
         configurations = replace(self._configurations, memory=context.memory)
         self._known = known = Predictions.fit(configurations, observations)
-        may_stop = self._stop_when > 0 and known.num_measured > 0
+        may_stop = self._stop_when > 0 and len(known.measured) > 0
         is_running = any(each.outcome is None for each in observations)
         try:
             choice = Chooser(known, context.costs, self._stop_when).choose(observations)
@@ -92,5 +92,5 @@ class ModelSearch(Search):
         if self._known is None:
             return None
         key, size = (point.branch, point.index), np.array([point.micro_batch])
-        points = self._known.configurations.points([key], np.zeros(1, int), size)
+        points = self._known.configurations.points([key], size)
         return float(self._known.log_rate(points)[0])

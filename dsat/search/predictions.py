@@ -20,13 +20,11 @@ from dsat.search.speed import Points, Posterior, Prior
 from dsat.search.speed import fit as fit_speed
 from dsat.search.step_time import COLUMNS, Job
 from dsat.space.locate import Point
-from dsat.values.objective import Objective
-from dsat.values.outcome import Metrics, OutcomeKind
+from dsat.values.outcome import OutcomeKind
 
 Key = tuple[int, int]
 """Key of settings: the number of a branch, and the index of the settings in it."""
 
-_MOST_FITTED = 64  # most measurements that are fitted, which bounds the time of a decision
 _GROUPS = COLUMNS.index("data_parallel")
 
 
@@ -109,7 +107,6 @@ class Configurations:
     def points(
         self,
         keys: Sequence[Key],
-        where: Any,
         micro_batch: Array,
         gas: Array | None = None,
         is_alone: Any = True,
@@ -117,25 +114,23 @@ class Configurations:
         """Return n configurations as `Points`.
 
         Args:
-            where: position of each configuration's settings in `keys`, (n,).
-            micro_batch: micro batch of each configuration, (n,).
+            keys, micro_batch: settings and micro batch of each, (n,).
             gas: accumulation steps of each, (n,); by default those of `Space.accumulation`.
             is_alone: whether no other trials ran at the same time, (n,).
         """
         rows = [self.settings.row(*key) for key in keys]
         edges = np.array([self.edge(key) for key in keys])
         size = np.asarray(micro_batch, float)
-        work = np.array([row.work for row in rows]).reshape(len(keys), len(COLUMNS))[where]
-        num_traits = len(self.settings.effects)
-        traits = np.array([row.traits for row in rows]).reshape(len(keys), num_traits)[where]
+        work = np.array([row.work for row in rows]).reshape(-1, len(COLUMNS))
+        traits = np.array([row.traits for row in rows]).reshape(-1, len(self.settings.effects))
         if gas is None:
-            groups, own = work[:, _GROUPS], np.array([row.gas for row in rows])[where]
-            gas = self.problem.space.accumulation(size, groups, own)
+            own = np.array([row.gas for row in rows])
+            gas = self.problem.space.accumulation(size, work[:, _GROUPS], own)
         return Points(
             work=work,
             micro_batch=size,
             gas=np.asarray(gas, float),
-            room=(edges[where] - size) * self.sample_part,
+            room=(edges - size) * self.sample_part,
             traits=self.settings.with_trial(traits, size, is_alone),
         )
 
@@ -160,8 +155,7 @@ class Predictions:
 
     Attributes:
         histories: past and running trials of each combination of settings.
-        num_measured: number of all measurements.
-        measured: points of the measurements that `speed` is fitted to.
+        measured: points of the measurements.
         measured_points: the same as `Points`, as if each had run alone.
         running: running trials as `Points`.
         lacking: pairs of micro batch and accumulation steps for which data do not suffice; nor do
@@ -173,7 +167,6 @@ class Predictions:
     speed: Posterior
     runs: Feasibility
     histories: Mapping[Key, History]
-    num_measured: int
     measured: Sequence[Point]
     measured_points: Points
     running: Points
@@ -185,6 +178,7 @@ class Predictions:
         problem = known.problem
         histories: dict[Key, History] = defaultdict(History)
         ended, measured, running, lacking = [], [], [], []
+        values, errors, latencies_s = [], [], []
         for each in observations:
             point, outcome = each.point, each.outcome
             if point is None or each.source is Source.FINAL:
@@ -194,7 +188,7 @@ class Predictions:
             if each.is_exact:
                 history.sizes.add(point.micro_batch)
             if outcome is None:
-                running.append((point, each))
+                running.append(each)
                 continue
             octaves = math.log2(each.batch.micro_batch / max(0.5, known.edge(key)))
             ended.append(Ended(point.branch, known.settings.row(*key).values, octaves, outcome))
@@ -207,17 +201,17 @@ class Predictions:
             value = outcome.value(problem.objective)
             if value is not None and 0 < value < math.inf:
                 assert outcome.metrics is not None
-                measured.append(_Measured(point, each, outcome.metrics, value))
-        fitted = _select(measured, problem.objective)
-        found = _locate(known, [(each.point, each.observation) for each in fitted])
-        sign = 1 if problem.objective.smaller_is_better else -1
-        log_s = known.log_work(found) + sign * np.log([each.value for each in fitted])
-        errors = np.array([each.metrics.standard_error for each in fitted], float)
+                measured.append(each)
+                values.append(problem.objective.log_value(value))
+                errors.append(outcome.metrics.standard_error)
+                latencies_s.append(outcome.metrics.latency / 1000)
+        found = _locate(known, measured)
+        log_s = known.log_work(found) - np.array(values)
         alone = known.settings.with_trial(found.traits, found.micro_batch, True)
-        units = np.log([each.metrics.latency / 1000 for each in fitted]) - log_s
+        units = np.log(latencies_s) - log_s
         return cls(
             known,
-            fit_speed(known.prior, found, log_s, errors),
+            fit_speed(known.prior, found, log_s, np.array(errors)),
             Feasibility(
                 ended,
                 len(problem.space.branches),
@@ -225,12 +219,11 @@ class Predictions:
                 on_device=problem.profile.host_memory_bytes > 0,
             ),
             histories,
-            len(measured),
-            [each.point for each in fitted],
+            [each.point for each in measured if each.point is not None],
             replace(found, traits=alone),
             _locate(known, running),
             lacking,
-            float(np.median(units)) if fitted else None,
+            float(np.median(units)) if measured else None,
         )
 
     def seconds(self, log_s: Array) -> Array | None:
@@ -292,44 +285,24 @@ class Predictions:
                 is_open &= ~((sizes >= size) & (gas >= steps))
         return is_open
 
-    def log_runs(self, keys: Sequence[Key], where: Array, points: Points) -> Array:
-        """Return the log probability to run, (n,); `where` is as in `Configurations.points`."""
+    def log_runs(self, keys: Sequence[Key], points: Points) -> Array:
+        """Return the log probability to run of configurations with these settings, (n,)."""
         known = self.configurations
         branches = np.array([branch for branch, _ in keys])
-        fits = np.log(self.runs.fits(branches[where], known.octaves(points)))
+        fits = np.log(self.runs.fits(branches, known.octaves(points)))
         ran = np.array([self.histories[key].ran if key in self.histories else 0 for key in keys])
-        fits[points.micro_batch < ran[where]] = 0.0
-        sound = np.log([self.runs.runs(known.settings.row(*key).values) for key in keys])
-        log_runs: Array = fits + sound[where]
+        fits[points.micro_batch < ran] = 0.0
+        sound = {key: self.runs.runs(known.settings.row(*key).values) for key in {*keys}}
+        log_runs: Array = fits + np.log([sound[key] for key in keys])
         return log_runs
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """A measurement of the objective."""
-
-    point: Point
-    observation: Observation
-    metrics: Metrics
-    value: float
-
-
-def _select(measured: Sequence[_Measured], objective: Objective) -> Sequence[_Measured]:
-    """Return the measurements to fit: all, or the best and the latest if there are too many."""
-    if len(measured) <= _MOST_FITTED:
-        return measured
-    half = _MOST_FITTED // 2
-    earlier = sorted(range(len(measured) - half), key=lambda at: objective.loss(measured[at].value))
-    return [*(measured[at] for at in sorted(earlier[:half])), *measured[-half:]]
-
-
-def _locate(known: Configurations, trials: Sequence[tuple[Point, Observation]]) -> Points:
+def _locate(known: Configurations, trials: Sequence[Observation]) -> Points:
     """Return trials as `Points`: the settings of their points, but their actual batch sizes."""
-    keys = [(point.branch, point.index) for point, _ in trials]
+    points = [each.point for each in trials if each.point is not None]
     return known.points(
-        keys,
-        np.arange(len(keys)),
-        np.array([each.batch.micro_batch for _, each in trials], float),
-        np.array([each.batch.gas for _, each in trials], float),
-        np.array([each.neighbours == 0 for _, each in trials], bool),
+        [(point.branch, point.index) for point in points],
+        np.array([each.batch.micro_batch for each in trials], float),
+        np.array([each.batch.gas for each in trials], float),
+        np.array([each.neighbours == 0 for each in trials], bool),
     )
