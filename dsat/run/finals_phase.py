@@ -10,7 +10,6 @@ from typing import Any
 
 from dsat.run import finals
 from dsat.run.events import EVENT_FINALS
-from dsat.run.finals import Role
 from dsat.run.run import Run, searched
 from dsat.run.trial_factory import TrialFactory, count_finals
 from dsat.space.plan import Plan
@@ -81,18 +80,15 @@ class FinalsPhase:
 
     def next_trial(self) -> Trial | None:
         """Return the trial to start next; None to wait for an outcome."""
-        run = self._run
-        assert run.finals is not None and run.baseline is not None
-        turn = run.finals.turn
-        if turn is None or run.running:
+        run, begun = self._run, self._run.finals
+        assert begun is not None and begun.pick is not None
+        if begun.over or run.running:
             return None
-        if turn.role is Role.SAME_BATCH:
-            assert run.finals.pick is not None
-            configuration = self._with_own_batch(run.trials[run.finals.pick.trial_id])
+        if begun.repeated_id is None:
+            configuration = self._with_own_batch(run.trials[begun.pick.trial_id])
             assert configuration is not None
-            overrides, batch, script_args = configuration
-            return self._trials.make(TrialKind.FINAL, overrides, batch, script_args)
-        again = run.baseline if turn.trial_id is None else run.trials[turn.trial_id]
+            return self._trials.make(TrialKind.FINAL, *configuration)
+        again = run.trials[begun.repeated_id]
         return self._trials.make(
             TrialKind.FINAL,
             again.overrides,

@@ -12,7 +12,7 @@ from dsat.memory.predictor import Basis
 from dsat.run import events
 from dsat.run.batch_flag import BatchFlag
 from dsat.run.comparison import Gain, Variation, margin_of_single_runs
-from dsat.run.finals import Contestant, Finals, Role, Rules, reserved
+from dsat.run.finals import Contestant, Finals, Rules, reserved
 from dsat.run.training_check import TrainingCheck
 from dsat.space.plan import Plan
 from dsat.values import hazards
@@ -176,14 +176,13 @@ class Run:
         self.finals = Finals(own, candidates, rules, same_batch=event["same_batch"])
 
     def _enter_final(self, trial: Trial) -> None:
-        if self.finals is None or self.finals.turn is None:
+        if self.finals is None or self.finals.over:
             return
-        turn = self.finals.turn
-        if turn.role is Role.SAME_BATCH:
+        again = self.finals.repeated_id
+        if again is None:
             self.same_batch_final = trial
         else:
-            own = self.finals.own.trial_id
-            self.repeated[trial.id] = own if turn.trial_id is None else turn.trial_id
+            self.repeated[trial.id] = again
 
     def _check_training(self, finals: Finals) -> None:
         if finals.pick is None:
