@@ -28,7 +28,7 @@ from dsat.search.base import (
     Wait,
 )
 from dsat.search.threads import one_thread
-from dsat.space.locate import Location, Locator
+from dsat.space.locate import Locator, Point
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import Plan
 from dsat.space.space import Space
@@ -74,8 +74,8 @@ class SearchPhase:
     def find_reusable(self, earlier: Iterable[Measured]) -> Iterator[tuple[Trial, Measured]]:
         """Yield new trials for points that earlier runs measured; see `Decisions.find_reusable`."""
         for each in earlier:
-            trial, location = each.trial, self._observations.location(each.trial)
-            if trial.kind is TrialKind.PROFILE or location is None or not location.is_exact:
+            trial, (_, is_exact) = each.trial, self._observations.locate(each.trial)
+            if trial.kind is TrialKind.PROFILE or not is_exact:
                 continue
             known = self._equal_trial(trial.overrides, trial.script_args)
             if known is None and self._plan.admits(trial.batch):
@@ -85,8 +85,8 @@ class SearchPhase:
 
     def predicted(self, trial: Trial) -> float | None:
         """Return the search's prediction of a trial's log value; None if it has none."""
-        location = self._observations.location(trial)
-        return None if location is None else self._search.predicted(location.point)
+        point, _ = self._observations.locate(trial)
+        return None if point is None else self._search.predicted(point)
 
     @one_thread()
     def propose(self) -> Trial | Wait | Stop:
@@ -106,22 +106,19 @@ class SearchPhase:
 
     def _check(self, answer: Any) -> None:
         """Raise UserInputError if the answer of a registered search is invalid."""
-        problem = ""
+        is_valid = isinstance(answer, (Wait, Stop))
         if isinstance(answer, Proposal):
-            point, counts = answer.point, [branch.count for branch in self._space.branches]
-            if point.branch not in range(len(counts)):
-                problem = "belongs to no branch of the space"
-            elif point.index not in range(counts[point.branch]):
-                problem = "has settings that its branch lacks"
-            elif type(point.micro_batch) is not int or point.micro_batch < 1:
-                problem = "has no positive micro batch"
-            elif not all(type(value) is int for value in answer.note.values()):
-                problem = "has a note whose values are not whole numbers"
-        elif not isinstance(answer, (Wait, Stop)):
-            problem = "is no Proposal, Wait or Stop"
-        if problem:
+            point, branches = answer.point, self._space.branches
+            is_valid = (
+                point.branch in range(len(branches))
+                and point.index in range(branches[point.branch].count)
+                and type(point.micro_batch) is int
+                and point.micro_batch > 0
+                and all(type(value) is int for value in answer.note.values())
+            )
+        if not is_valid:
             raise UserInputError(
-                f"the answer of its `propose` {problem}: {answer!r}",
+                f"its `propose` must return a Proposal of the space, Wait or Stop, not {answer!r}",
                 where=f"search {self._plan.method!r}",
             )
 
@@ -190,7 +187,7 @@ class _Observations:
     def __init__(self, plan: Plan, run: Run, space: Space) -> None:
         self._plan, self._run = plan, run
         self._locator = Locator(space)
-        self._locations: dict[int, Location | None] = {}  # by trial id
+        self._locations: dict[int, tuple[Point | None, bool]] = {}  # by trial id
         self.equal: list[tuple[Proposal, int]] = []  # proposals, and ids of equal trials
 
     def list_all(self) -> list[Observation]:
@@ -214,13 +211,13 @@ class _Observations:
             )
         return _blame_micro_batches(found)
 
-    def location(self, trial: Trial) -> Location | None:
+    def locate(self, trial: Trial) -> tuple[Point | None, bool]:
         return self._locator.locate(trial.overrides, trial.script_args, trial.batch)
 
     def _observe(self, trial: Trial, variation: Variation | None) -> Observation:
         if trial.id not in self._locations:
-            self._locations[trial.id] = self.location(trial)
-        location, outcome = self._locations[trial.id], self._run.outcomes.get(trial.id)
+            self._locations[trial.id] = self.locate(trial)
+        (point, is_exact), outcome = self._locations[trial.id], self._run.outcomes.get(trial.id)
         if outcome is not None and outcome.metrics is not None and variation is not None:
             # The finals measured the run-to-run variation.
             metrics = outcome.metrics.at_least_as_uncertain(variation.sd)
@@ -228,11 +225,11 @@ class _Observations:
         is_admitted = self._plan.admits(trial.batch)
         is_earlier = trial.id in self._run.earlier and trial.kind is TrialKind.SEARCH
         return Observation(
-            None if location is None else location.point,
+            point,
             trial.batch,
             outcome,
             Source.EARLIER_RUN if is_earlier else _SOURCES[trial.kind],
-            is_exact=location is not None and location.is_exact and is_admitted,
+            is_exact=is_exact and is_admitted,
             is_admitted=is_admitted,
             neighbours=0 if outcome is None else self._run.neighbours.get(trial.id, 0),
             arm=trial.lineage,
