@@ -12,7 +12,7 @@ from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.run.run import Run
 from dsat.run.strategies import make_space
-from dsat.search.base import Observation, Problem, Source
+from dsat.search.base import Observation, Problem
 from dsat.search.predictions import Configurations, Predictions
 from dsat.search.threads import one_thread
 from dsat.space.deepspeed_settings import SETTING_NAMES
@@ -58,7 +58,7 @@ def predict(run: Run) -> FreeBatch | None:
     most = forecast.largest(settings)
     sizes = [2**power for power in range(1 + int(math.log2(max(1, most))))]
     outcome = run.outcomes[own.id]
-    first = Observation(Point(0, 0, 1), space.batch(1, settings), outcome, Source.BASELINE)
+    first = Observation(Point(0, 0, 1), space.batch(1, settings), outcome)
     known = Configurations.build(Problem(profile, objective, space, plan.seed))
     points = known.points([(0, 0)] * len(sizes), np.array(sizes))
     rates = Predictions.fit(known, [first]).log_rate(points)

@@ -23,7 +23,6 @@ from dsat.search.base import (
     Observation,
     Problem,
     Proposal,
-    Source,
     Stop,
     Wait,
 )
@@ -35,12 +34,7 @@ from dsat.space.space import Space
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 
-_SOURCES = {
-    TrialKind.BASELINE: Source.BASELINE,
-    TrialKind.SEARCH: Source.SEARCH,
-    TrialKind.FINAL: Source.FINAL,
-    TrialKind.REPEAT: Source.BASELINE,
-}
+_OBSERVED = (TrialKind.BASELINE, TrialKind.SEARCH, TrialKind.REPEAT)
 _MOST_REPEATED = 1000  # consecutive proposals of known configurations that end a search
 
 
@@ -171,7 +165,7 @@ class SearchPhase:
             trial = self._run.trials[trial_id]
             if self.forecast is not None:
                 self.forecast.learn(trial.overrides, trial.script_args, outcome)
-            if trial.kind in _SOURCES:
+            if trial.kind is not TrialKind.PROFILE:
                 self._costs.update(trial, outcome)
         self._learned = len(ended)
 
@@ -193,7 +187,7 @@ class _Observations:
     def list_all(self) -> list[Observation]:
         """Return observations: trials by their start, then proposals that equal a trial."""
         run = self._run
-        trials = [t for t in run.trials.values() if t.kind in _SOURCES]
+        trials = [t for t in run.trials.values() if t.kind in _OBSERVED]
         trials = [trial for trial in trials if not run.batch_flag.supersedes(trial)]
         variation = run.variation
         found = [self._observe(trial, variation) for trial in trials]
@@ -204,7 +198,6 @@ class _Observations:
                     observed,
                     point=proposal.point,
                     is_exact=True,
-                    source=Source.SEARCH,
                     arm=proposal.arm,
                     note=proposal.note,
                 )
@@ -223,12 +216,10 @@ class _Observations:
             metrics = outcome.metrics.at_least_as_uncertain(variation.sd)
             outcome = replace(outcome, metrics=metrics)
         is_admitted = self._plan.admits(trial.batch)
-        is_earlier = trial.id in self._run.earlier and trial.kind is TrialKind.SEARCH
         return Observation(
             point,
             trial.batch,
             outcome,
-            Source.EARLIER_RUN if is_earlier else _SOURCES[trial.kind],
             is_exact=is_exact and is_admitted,
             is_admitted=is_admitted,
             neighbours=0 if outcome is None else self._run.neighbours.get(trial.id, 0),

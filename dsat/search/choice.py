@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dsat.search.base import Costs, Observation, Source
+from dsat.search.base import Costs, Observation
 from dsat.search.candidates import MOST_SETTINGS, select_micro_batches
 from dsat.search.normal import Array, log_expected_gain
 from dsat.search.predictions import Key, Predictions
@@ -116,7 +116,7 @@ class Chooser:
         """Return branches without offloading that never ran but have attempts left (`_RETRIES`)."""
         attempts, ran = Counter[int](), set()
         for each in observations:
-            if each.point is None or each.source is Source.FINAL:
+            if each.point is None:
                 continue
             attempts[each.point.branch] += 1
             if each.outcome is None or each.outcome.ok:

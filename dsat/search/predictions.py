@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dsat.search.base import Memory, Observation, Problem, Source, largest_micro_batch
+from dsat.search.base import Memory, Observation, Problem, largest_micro_batch
 from dsat.search.candidates import Settings
 from dsat.search.feasibility import Ended, Feasibility
 from dsat.search.normal import Array
@@ -181,7 +181,7 @@ class Predictions:
         values, errors, latencies_s = [], [], []
         for each in observations:
             point, outcome = each.point, each.outcome
-            if point is None or each.source is Source.FINAL:
+            if point is None:
                 continue
             key = point.branch, point.index
             history = histories[key]
