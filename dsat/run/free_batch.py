@@ -13,7 +13,8 @@ from dsat.memory.predictor import Basis
 from dsat.run.run import Run
 from dsat.run.strategies import make_space
 from dsat.search.base import Observation, Problem
-from dsat.search.predictions import Configurations, Predictions
+from dsat.search.configurations import Configurations
+from dsat.search.predictions import Predictions
 from dsat.search.threads import one_thread
 from dsat.space.deepspeed_settings import SETTING_NAMES
 from dsat.space.locate import Point
@@ -59,7 +60,7 @@ def predict(run: Run) -> FreeBatch | None:
     sizes = [2**power for power in range(1 + int(math.log2(max(1, most))))]
     outcome = run.outcomes[own.id]
     first = Observation(Point(0, 0, 1), space.batch(1, settings), outcome)
-    known = Configurations.build(Problem(profile, objective, space, plan.seed))
+    known = Configurations(Problem(profile, objective, space, plan.seed))
     points = known.points([(0, 0)] * len(sizes), np.array(sizes))
     rates = Predictions.fit(known, [first]).log_rate(points)
     gains = np.exp(rates - rates[0])

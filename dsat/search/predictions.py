@@ -12,20 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from dsat.search.base import Memory, Observation, Problem, largest_micro_batch
-from dsat.search.candidates import Settings
+from dsat.search.base import Observation
+from dsat.search.configurations import GROUPS, Configurations, Key
 from dsat.search.feasibility import Ended, Feasibility
 from dsat.search.normal import Array
-from dsat.search.speed import Points, Posterior, Prior
+from dsat.search.speed import Points, Posterior
 from dsat.search.speed import fit as fit_speed
-from dsat.search.step_time import COLUMNS, Job
 from dsat.space.locate import Point
 from dsat.values.outcome import OutcomeKind
-
-Key = tuple[int, int]
-"""Key of settings: the number of a branch, and the index of the settings in it."""
-
-_GROUPS = COLUMNS.index("data_parallel")
 
 
 @dataclass
@@ -62,91 +56,6 @@ class History:
         """Return whether any of these micro batches (ascending) may be tried."""
         smaller = itertools.takewhile(lambda size: size < self.below, micro_batches)
         return not self.abandoned and any(size not in self.sizes for size in smaller)
-
-
-@dataclass(frozen=True)
-class Configurations:
-    """The configurations of a problem, in the form that the models of speed and failures use."""
-
-    problem: Problem
-    settings: Settings
-    prior: Prior
-    memory: Memory | None = None
-
-    @classmethod
-    def build(cls, problem: Problem) -> Configurations:
-        space = problem.space
-        hosts = space.freedom.slots_per_host
-        job = Job.of_profile(problem.profile, slots=space.slots, slots_per_host=hosts)
-        settings = Settings(space, job)
-        return cls(problem, settings, Prior(job.hardware, settings.effects))
-
-    @cached_property
-    def sample_part(self) -> float:
-        """Fraction of the device's memory that the activations of a sample take."""
-        profile = self.problem.profile
-        return max(1, profile.activation_bytes_per_sample) / profile.slot_memory_bytes
-
-    def settings_of(self, key: Key) -> Mapping[str, Any]:
-        branch, index = key
-        return self.problem.space.branches[branch].settings(index)
-
-    def edge(self, key: Key) -> float:
-        """Return the limit of micro batches: the largest that should fit, plus 0.5."""
-        found = self._edges.get(key)
-        if found is None:
-            largest = largest_micro_batch(self.problem, self.memory, self.settings_of(key))
-            found = self._edges[key] = math.floor(largest) + 0.5
-        return found
-
-    @cached_property
-    def _edges(self) -> dict[Key, float]:
-        """Cache of `edge` for one decision, because memory predictions change between decisions."""
-        return {}
-
-    def points(
-        self,
-        keys: Sequence[Key],
-        micro_batch: Array,
-        gas: Array | None = None,
-        is_alone: Any = True,
-    ) -> Points:
-        """Return n configurations as `Points`.
-
-        Args:
-            keys, micro_batch: settings and micro batch of each, (n,).
-            gas: accumulation steps of each, (n,); by default those of `Space.accumulation`.
-            is_alone: whether no other trials ran at the same time, (n,).
-        """
-        rows = [self.settings.row(*key) for key in keys]
-        edges = np.array([self.edge(key) for key in keys])
-        size = np.asarray(micro_batch, float)
-        work = np.array([row.work for row in rows]).reshape(-1, len(COLUMNS))
-        traits = np.array([row.traits for row in rows]).reshape(-1, len(self.settings.effects))
-        if gas is None:
-            own = np.array([row.gas for row in rows])
-            gas = self.problem.space.accumulation(size, work[:, _GROUPS], own)
-        return Points(
-            work=work,
-            micro_batch=size,
-            gas=np.asarray(gas, float),
-            room=(edges - size) * self.sample_part,
-            traits=self.settings.with_trial(traits, size, is_alone),
-        )
-
-    def log_work(self, points: Points) -> Array:
-        """Return log samples per step, (n,); subtract log seconds to get the log rate.
-
-        Return 0 instead if a smaller metric is better, as for times.
-        """
-        work: Array = np.log(points.micro_batch * points.gas * points.work[:, _GROUPS])
-        return np.zeros(len(work)) if self.problem.objective.smaller_is_better else work
-
-    def octaves(self, points: Points) -> Array:
-        """Return log2 of the ratio of the micro batches to the largest that should fit, (n,)."""
-        edges = points.room / self.sample_part + points.micro_batch
-        octaves: Array = np.log2(points.micro_batch) - np.log2(np.maximum(edges, 0.5))
-        return octaves
 
 
 @dataclass(frozen=True)
@@ -190,8 +99,8 @@ class Predictions:
             if outcome is None:
                 running.append(each)
                 continue
-            octaves = math.log2(each.batch.micro_batch / max(0.5, known.edge(key)))
-            ended.append(Ended(point.branch, known.settings.row(*key).values, octaves, outcome))
+            octaves = float(known.octaves([key], each.batch.micro_batch)[0])
+            ended.append(Ended(point.branch, known.row(key).values, octaves, outcome))
             if each.is_exact:
                 history.add(point.micro_batch, ended[-1])
             if outcome.smaller_may_run:
@@ -207,7 +116,8 @@ class Predictions:
                 latencies_s.append(outcome.metrics.latency / 1000)
         found = _locate(known, measured)
         log_s = known.log_work(found) - np.array(values)
-        alone = known.settings.with_trial(found.traits, found.micro_batch, True)
+        alone = found.traits.copy()
+        alone[:, -1] = 1.0
         units = np.log(latencies_s) - log_s
         return cls(
             known,
@@ -279,8 +189,8 @@ class Predictions:
         if history is not None:
             is_open &= [history.admits(size) for size in sizes.tolist()]
         if self.lacking:
-            row = known.settings.row(*key)
-            gas = known.problem.space.accumulation(sizes, row.work[_GROUPS], row.gas)
+            row = known.row(key)
+            gas = known.problem.space.accumulation(sizes, row.work[GROUPS], row.gas)
             for size, steps in self.lacking:
                 is_open &= ~((sizes >= size) & (gas >= steps))
         return is_open
@@ -289,10 +199,10 @@ class Predictions:
         """Return the log probability to run of configurations with these settings, (n,)."""
         known = self.configurations
         branches = np.array([branch for branch, _ in keys])
-        fits = np.log(self.runs.fits(branches, known.octaves(points)))
+        fits = np.log(self.runs.fits(branches, known.octaves(keys, points.micro_batch)))
         ran = np.array([self.histories[key].ran if key in self.histories else 0 for key in keys])
         fits[points.micro_batch < ran] = 0.0
-        sound = {key: self.runs.runs(known.settings.row(*key).values) for key in {*keys}}
+        sound = {key: self.runs.runs(known.row(key).values) for key in {*keys}}
         log_runs: Array = fits + np.log([sound[key] for key in keys])
         return log_runs
 
