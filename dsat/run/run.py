@@ -57,7 +57,6 @@ class Run:
         self.info: Mapping[str, Any] = {}
         self.trials: dict[int, Trial] = {}
         self.outcomes: dict[int, Outcome] = {}
-        self._measured = 0  # trials that ran
         self.earlier: set[int] = set()
         self.baseline: Trial | None = None
         self.repeat: Trial | None = None
@@ -138,7 +137,6 @@ class Run:
 
     def _finish(self, trial_id: int, outcome: Outcome, at_s: float | None = None) -> None:
         self.outcomes[trial_id] = outcome
-        self._measured += outcome.ok
         self.ended_at_s[trial_id] = at_s
         self.ended_s[trial_id] = self.running_s
         trial = self.trials[trial_id]
@@ -189,7 +187,7 @@ class Run:
             return
         pick = self.trials[finals.pick.trial_id]
         same_batch = None if finals.same_batch_gain is None else self.same_batch_final
-        found = self.training.find_excluded(pick, same_batch)
+        found = check_of(self).find_excluded(pick, same_batch)
         self.disqualified |= found
         if pick.id in found:
             finals.disqualify()
@@ -230,16 +228,6 @@ class Run:
                 if own.get(path) != its.get(path) and path not in trial.batch.config()
             }
         return self._changes[key]
-
-    @property
-    def training(self) -> TrainingCheck:
-        """Comparison of losses and gradients with the user's own configuration, which ended."""
-        assert self.baseline is not None
-        version = self.deepspeed_version
-        trials, outcomes, repeated = self.trials, self.outcomes, self.repeated
-        return TrainingCheck(
-            self.plan, self.baseline, trials, outcomes, repeated, self.changes, version
-        )
 
     @property
     def best(self) -> Trial | None:
@@ -285,7 +273,8 @@ class Run:
         first, then = self.contestant(own), self.contestant(trial)
         errors = first.standard_error, then.standard_error
         variation = self.variation or _variation_of_repeat(self)
-        margin = margin_of_single_runs(errors, self._measured, variation)
+        ran = sum(outcome.ok for outcome in self.outcomes.values())
+        margin = margin_of_single_runs(errors, ran, variation)
         return Gain.of_log(then.log_value - first.log_value, margin)
 
     @property
@@ -366,6 +355,15 @@ def _variation_of_repeat(run: Run) -> Variation | None:
     return Variation(abs(log_value(second) - log_value(first)) / math.sqrt(2), 1)
 
 
+def check_of(run: Run) -> TrainingCheck:
+    """Return the comparison of trainings with the user's own configuration, which ended."""
+    assert run.baseline is not None
+    trials, outcomes, version = run.trials, run.outcomes, run.deepspeed_version
+    return TrainingCheck(
+        run.plan, run.baseline, trials, outcomes, run.repeated, run.changes, version
+    )
+
+
 def searched(run: Run) -> list[Trial]:
     """Return the trials of the search that were measured."""
     trials = [trial for trial in run.trials.values() if trial.kind is TrialKind.SEARCH]
@@ -386,10 +384,9 @@ def typical_outcome(run: Run, trial: Trial) -> Outcome | None:
 
     Once a search resumes after finals, those re-runs are ignored.
     """
-    repeated = run.repeated.items() if run.finals is not None else ()
-    finals = [i for i, again in repeated if again == trial.id]
-    again = [run.trials[i] for i in finals if run.trials[i] is not run.repeat]
-    ran = sorted((value, t.id) for t in again if (value := run.value(t)) is not None)
+    again = [run.trials[i] for i, repeated in run.repeated.items() if repeated == trial.id]
+    finals = [each for each in again if each.kind is TrialKind.FINAL and run.finals is not None]
+    ran = sorted((value, t.id) for t in finals if (value := run.value(t)) is not None)
     return run.outcomes[ran[(len(ran) - 1) // 2][1]] if ran else run.outcomes.get(trial.id)
 
 

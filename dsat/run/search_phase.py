@@ -15,7 +15,7 @@ from dsat.run.comparison import Variation
 from dsat.run.history import Measured
 from dsat.run.run import Run
 from dsat.run.trial_costs import TrialCosts
-from dsat.run.trial_factory import SEARCHED, TrialFactory
+from dsat.run.trial_factory import SEARCHED, make_trial
 from dsat.search import SEARCHES
 from dsat.search.base import (
     EXHAUSTED,
@@ -45,11 +45,9 @@ class SearchPhase:
     `forecast` is None if memory is not predicted, or if nothing was predicted to fit.
     """
 
-    def __init__(
-        self, plan: Plan, run: Run, trials: TrialFactory, space: Space, basis: Basis | None
-    ) -> None:
+    def __init__(self, plan: Plan, run: Run, space: Space, basis: Basis | None) -> None:
         assert run.profile is not None
-        self._plan, self._run, self._trials, self._space = plan, run, trials, space
+        self._plan, self._run, self._space = plan, run, space
         self.forecast = None if basis is None else Forecast(basis, plan, run.profile, space)
         self._costs = TrialCosts(plan, run)
         self._by_digest: dict[str, int] = {}
@@ -134,10 +132,10 @@ class SearchPhase:
         """Return the id of an equal baseline or search trial; None if there is none."""
         for trial in list(self._run.trials.values())[self._indexed :]:
             if trial.kind in SEARCHED and not self._run.batch_flag.supersedes(trial):
-                digest = self._trials.fingerprint(trial.overrides, trial.script_args)
+                digest = self._plan.fingerprint(trial.overrides, trial.script_args)
                 self._by_digest.setdefault(digest, trial.id)
         self._indexed = len(self._run.trials)
-        return self._by_digest.get(self._trials.fingerprint(overrides, script_args))
+        return self._by_digest.get(self._plan.fingerprint(overrides, script_args))
 
     def _make(
         self,
@@ -149,7 +147,8 @@ class SearchPhase:
         predicted_bytes = None
         if self.forecast is not None:
             predicted_bytes = self.forecast.predicted_bytes(overrides, script_args)
-        return self._trials.make(
+        return make_trial(
+            self._run,
             TrialKind.SEARCH,
             overrides,
             batch,

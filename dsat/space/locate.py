@@ -139,10 +139,3 @@ def canonical_config(config: Mapping[str, Any], *, num_params: int | None = None
         zero |= {k: min(n, num_params) for k, n in sizes.items() if isinstance(n, (int, float))}
     found["zero_optimization"] = zero
     return found
-
-
-def fingerprint(config: Mapping[str, Any], script_args: Mapping[str, Any]) -> str:
-    """Return a digest that is equal for configurations which DeepSpeed treats alike."""
-    return ds_config.fingerprint(
-        {"config": canonical_config(config), "script_args": dict(script_args)}
-    )
