@@ -9,7 +9,7 @@ from typing import Any
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.run import finals, finals_phase
-from dsat.run.events import EVENT_EARLIER, EVENT_FINISHED, EVENT_PROPOSED, budget_reason
+from dsat.run.events import EVENT_EARLIER, EVENT_FINISHED, budget_reason
 from dsat.run.history import Measured
 from dsat.run.profile_phase import ProfilePhase
 from dsat.run.run import Run
@@ -57,17 +57,15 @@ class Decisions:
     def apply(self, event: Mapping[str, Any]) -> None:
         self._next, flag = None, self.run.batch_flag.name
         self.run.apply(event)
-        if event["event"] in (EVENT_EARLIER, EVENT_PROPOSED) and event["trial"].profiles:
-            self._profiling.begin()
-        if event["event"] == EVENT_EARLIER and event["trial"].profiles:
-            self._profiling.update(event["trial"], event["outcome"])
-        elif event["event"] == EVENT_FINISHED:
-            trial = self.run.trials[event["trial_id"]]
-            if trial.profiles:
-                self._profiling.update(trial, event["outcome"])
-            is_other, outcome = self.run.batch_flag.name != flag, event["outcome"]
-            if is_other or outcome.fixed_batch is not None or outcome.batch_flag:
-                self._searching = None  # rebuild it with other micro batches or flag
+        if event["event"] not in (EVENT_EARLIER, EVENT_FINISHED):
+            return
+        outcome = event["outcome"]
+        trial = event["trial"] if "trial" in event else self.run.trials[event["trial_id"]]
+        if trial.profiles:
+            self._profiling.update(trial, outcome)
+        is_other = self.run.batch_flag.name != flag
+        if is_other or outcome.fixed_batch is not None or outcome.batch_flag:
+            self._searching = None  # rebuild it with other micro batches or flag
 
     def find_reusable(self, earlier: Sequence[Measured]) -> Iterator[tuple[Trial, Measured]]:
         """Yield new trials that need not run, each with its measurement in an earlier run.

@@ -20,6 +20,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from dsat.run.comparison import Comparison, Gain, margin_of_single_runs
 
 # Seven pairs detect a gain of 3 % nearly always at 1 % of run-to-run noise, and in half of the
@@ -127,23 +129,16 @@ def _expect_again(contestants: Sequence[Contestant]) -> list[float]:
     errors vary, the more measurements are shrunk (DerSimonian and Laird, Controlled Clinical Trials
     7 (1986)).
     """
-    values = [c.log_value - c.predicted for c in contestants]
-    variances = [max(c.standard_error, _LEAST_ERROR) ** 2 for c in contestants]
-    weights = [1 / variance for variance in variances]
-    mean = _weighted_mean(values, weights)
-    total = sum(weights)
-    beyond = sum(w * (v - mean) ** 2 for v, w in zip(values, weights, strict=True))
-    scale = total - sum(w * w for w in weights) / total
+    predicted = np.array([c.predicted for c in contestants])
+    values = np.array([c.log_value for c in contestants]) - predicted
+    variances = np.array([max(c.standard_error, _LEAST_ERROR) for c in contestants]) ** 2
+    weights = 1 / variances
+    beyond = weights @ (values - np.average(values, weights=weights)) ** 2
+    scale = weights.sum() - weights @ weights / weights.sum()
     spread = max(0.0, beyond - (len(values) - 1)) / scale if len(values) > 1 else 0.0
-    mean = _weighted_mean(values, [1 / (variance + spread) for variance in variances])
-    return [
-        c.predicted + mean + (value - mean) * spread / (spread + variance)
-        for c, value, variance in zip(contestants, values, variances, strict=True)
-    ]
-
-
-def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    return sum(w * v for v, w in zip(values, weights, strict=True)) / sum(weights)
+    mean = np.average(values, weights=1 / (variances + spread))
+    expected = predicted + mean + (values - mean) * spread / (spread + variances)
+    return [float(each) for each in expected]
 
 
 class Role(str, enum.Enum):

@@ -42,7 +42,6 @@ class ProfilePhase:
         self._tried: set[int] = set()  # micro batches that failed in this strategy
         # Replacements for the user's strategy, which DeepSpeed refused or which did not fit.
         self._strategies: list[Strategy] = []
-        self._own_is_next = True
         self._next_micro_batch: int | None = None  # of the next profile trial
 
     @property
@@ -59,22 +58,18 @@ class ProfilePhase:
     def next_trial(self) -> Trial | None:
         """Return the trial to start next; None to wait for an outcome."""
         run, own, switches = self._run, self._plan.own_batch, self._plan.switches
-        if self._own_is_next:
+        if not run.trials:
             return make_trial(run, TrialKind.BASELINE, own.config(), own, switches)
         micro_batch = self._next_micro_batch
-        if micro_batch is None:
+        if micro_batch is None or run.running:
             return None
         slots, shared = self._plan.slots_per_trial, self._divisions[0]
         batch = BatchTriple.on(slots, shared, micro_batch=micro_batch)
         return make_trial(run, TrialKind.PROFILE, self._overrides(micro_batch), batch, switches)
 
-    def begin(self) -> None:
-        """Record that the next trial began."""
-        self._own_is_next, self._next_micro_batch = False, None
-
     def update(self, trial: Trial, outcome: Outcome) -> None:
         """Process the outcome of a trial of this phase."""
-        profile = outcome.profile
+        profile, self._next_micro_batch = outcome.profile, None
         if not outcome.ok or profile is None:
             if trial.kind is TrialKind.BASELINE and self._may_fit_smaller(outcome):
                 self._next_micro_batch = self._smallest_micro_batch

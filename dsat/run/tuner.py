@@ -37,7 +37,6 @@ class Tuner:
         info: names, versions and machine, for the first line of a new journal.
         earlier: trials of earlier runs to use again.
         clock: monotonic clock in seconds, for displayed durations only.
-        time_of_day: clock in seconds since the epoch, for dates of events; None for no dates.
         last_event_s: time of the last event, or of the command's start, by `clock`; by default the
             present time.
 
@@ -54,7 +53,6 @@ class Tuner:
         info: Mapping[str, Any] | None = None,
         earlier: Sequence[Measured] = (),
         clock: Callable[[], float] = time.monotonic,
-        time_of_day: Callable[[], float] | None = None,
         last_event_s: float | None = None,
     ) -> None:
         self.plan = _continued(plan, journal.events)
@@ -62,7 +60,6 @@ class Tuner:
         self._journal = journal
         self._earlier = earlier
         self._clock = clock
-        self._time_of_day = time_of_day
         self._last_event_s = clock() if last_event_s is None else last_event_s
         for number, line in enumerate(journal.events, start=1):
             with journaled.raise_as_corrupt_journal(number):
@@ -145,9 +142,8 @@ class Tuner:
     def _append(self, event: Mapping[str, Any]) -> None:
         """Write an event, then apply it."""
         now = self._clock()
-        event = {**event, "elapsed_s": round(max(0.0, now - self._last_event_s), 3)}
-        if self._time_of_day is not None:
-            event["time_s"] = round(self._time_of_day(), 3)
+        elapsed_s = round(max(0.0, now - self._last_event_s), 3)
+        event = {**event, "elapsed_s": elapsed_s, "time_s": round(time.time(), 3)}
         self._last_event_s = now
         self._journal.append(encode(event))
         self.decisions.apply(event)
