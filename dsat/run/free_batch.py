@@ -62,7 +62,7 @@ def predict(run: Run) -> FreeBatch | None:
     first = Observation(Point(0, 0, 1), space.batch(1, settings), outcome)
     known = Configurations(Problem(profile, objective, space, plan.seed))
     points = known.points([(0, 0)] * len(sizes), np.array(sizes))
-    rates = Predictions.fit(known, [first]).log_rate(points)
+    rates = Predictions(known, [first]).log_rate(points)
     gains = np.exp(rates - rates[0])
     at = int(np.argmax(gains >= _ENOUGH * gains.max()))
     return FreeBatch(sizes[at], float(gains[at])) if at else None

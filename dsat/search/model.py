@@ -71,7 +71,7 @@ class ModelSearch(Search):
         if stop is not None or not self.problem.space.micro_batches:
             return stop or Stop(EXHAUSTED)
         self._configurations.set_memory(context.memory)
-        self._known = known = Predictions.fit(self._configurations, observations)
+        self._known = known = Predictions(self._configurations, observations)
         may_stop = self._stop_when > 0 and len(known.measured) > 0
         is_running = any(each.outcome is None for each in observations)
         try:

@@ -16,9 +16,8 @@ from dsat.search.base import Observation
 from dsat.search.configurations import GROUPS, Configurations, Key
 from dsat.search.feasibility import Ended, Feasibility
 from dsat.search.normal import Array
-from dsat.search.speed import Points, Posterior
+from dsat.search.speed import Points
 from dsat.search.speed import fit as fit_speed
-from dsat.space.locate import Point
 from dsat.values.outcome import OutcomeKind
 
 
@@ -29,42 +28,39 @@ class History:
     Attributes:
         sizes: micro batches that were tried.
         ran: the largest micro batch that ran; 0 if none did.
-        below: only micro batches smaller than this may be tried.
-        abandoned: whether no micro batch may be tried, after two timeouts or another kind of error.
+        below: only micro batches smaller than this may be tried; 0 after two timeouts or another
+            kind of error.
     """
 
     sizes: set[int] = field(default_factory=set)
     ran: int = 0
     below: float = math.inf
     timeouts: int = 0
-    abandoned: bool = False
 
     def add(self, micro_batch: int, ended: Ended) -> None:
         if ended.outcome.ok:
             self.ran = max(self.ran, micro_batch)
         elif ended.is_too_large:
-            self.below = min(self.below, micro_batch)
             self.timeouts += ended.outcome.kind is OutcomeKind.TIMEOUT
-            self.abandoned |= self.timeouts > 1
+            self.below = min(self.below, micro_batch if self.timeouts < 2 else 0)
         else:
-            self.abandoned = True
+            self.below = 0
 
     def admits(self, micro_batch: int) -> bool:
-        return not self.abandoned and micro_batch < self.below and micro_batch not in self.sizes
+        return micro_batch < self.below and micro_batch not in self.sizes
 
     def admits_any(self, micro_batches: Sequence[int]) -> bool:
         """Return whether any of these micro batches (ascending) may be tried."""
         smaller = itertools.takewhile(lambda size: size < self.below, micro_batches)
-        return not self.abandoned and any(size not in self.sizes for size in smaller)
+        return any(size not in self.sizes for size in smaller)
 
 
-@dataclass(frozen=True)
 class Predictions:
     """Predictions for all configurations.
 
     Attributes:
         histories: past and running trials of each combination of settings.
-        measured: points of the measurements.
+        measured: settings of the measurements.
         measured_points: the same as `Points`, as if each had run alone.
         running: running trials as `Points`.
         lacking: pairs of micro batch and accumulation steps for which data do not suffice; nor do
@@ -72,28 +68,19 @@ class Predictions:
         log_unit: log of the seconds that 0 stands for in `speed`; None before any measurement.
     """
 
-    configurations: Configurations
-    speed: Posterior
-    runs: Feasibility
-    histories: Mapping[Key, History]
-    measured: Sequence[Point]
-    measured_points: Points
-    running: Points
-    lacking: Sequence[tuple[int, int]]
-    log_unit: float | None
-
-    @classmethod
-    def fit(cls, known: Configurations, observations: Sequence[Observation]) -> Predictions:
-        problem = known.problem
-        histories: dict[Key, History] = defaultdict(History)
-        ended, measured, running, lacking = [], [], [], []
+    def __init__(self, known: Configurations, observations: Sequence[Observation]) -> None:
+        self.configurations = known
+        self.histories: dict[Key, History] = defaultdict(History)
+        self.lacking: list[tuple[int, int]] = []
+        objective, profile = known.problem.objective, known.problem.profile
+        ended, measured, running = [], [], []
         values, errors, latencies_s = [], [], []
         for each in observations:
             point, outcome = each.point, each.outcome
             if point is None:
                 continue
             key = point.branch, point.index
-            history = histories[key]
+            history = self.histories[key]
             if each.is_exact:
                 history.sizes.add(point.micro_batch)
             if outcome is None:
@@ -104,37 +91,28 @@ class Predictions:
             if each.is_exact:
                 history.add(point.micro_batch, ended[-1])
             if outcome.smaller_may_run:
-                lacking.append((each.batch.micro_batch, each.batch.gas))
+                self.lacking.append((each.batch.micro_batch, each.batch.gas))
             if outcome.most_samples is not None:
-                lacking.append((outcome.most_samples + 1, each.batch.gas))
-            value = outcome.value(problem.objective)
+                self.lacking.append((outcome.most_samples + 1, each.batch.gas))
+            value = outcome.value(objective)
             if value is not None and 0 < value < math.inf:
                 assert outcome.metrics is not None
                 measured.append(each)
-                values.append(problem.objective.log_value(value))
+                values.append(objective.log_value(value))
                 errors.append(outcome.metrics.standard_error)
                 latencies_s.append(outcome.metrics.latency / 1000)
-        found = _locate(known, measured)
+        self.measured = _keys_of(measured)
+        self.running, found = _locate(known, running), _locate(known, measured)
         log_s = known.log_work(found) - np.array(values)
+        self.speed = fit_speed(known.prior, found, log_s, np.array(errors))
+        on_device = profile.host_memory_bytes > 0
+        count, predicted = len(known.problem.space.branches), known.memory is not None
+        self.runs = Feasibility(ended, count, predicted=predicted, on_device=on_device)
         alone = found.traits.copy()
         alone[:, -1] = 1.0
+        self.measured_points = replace(found, traits=alone)
         units = np.log(latencies_s) - log_s
-        return cls(
-            known,
-            fit_speed(known.prior, found, log_s, np.array(errors)),
-            Feasibility(
-                ended,
-                len(problem.space.branches),
-                predicted=known.memory is not None,
-                on_device=problem.profile.host_memory_bytes > 0,
-            ),
-            histories,
-            [each.point for each in measured if each.point is not None],
-            replace(found, traits=alone),
-            _locate(known, running),
-            lacking,
-            float(np.median(units)) if measured else None,
-        )
+        self.log_unit = float(np.median(units)) if measured else None
 
     def seconds(self, log_s: Array) -> Array | None:
         """Convert predicted log times to seconds of a step; None before anything was measured."""
@@ -163,11 +141,10 @@ class Predictions:
         if not self.measured:
             return {}
         rates = self.measured_rates.copy()
-        own = np.array([point.branch == branch for point in self.measured])
+        own = np.array([key[0] == branch for key in self.measured])
         if own.any():
             rates[~own] = -np.inf
-        best = self.measured[int(np.argmax(rates))]
-        return self.configurations.settings_of((best.branch, best.index))
+        return self.configurations.settings_of(self.measured[int(np.argmax(rates))])
 
     @property
     def best_sizes(self) -> list[float]:
@@ -207,11 +184,14 @@ class Predictions:
         return log_runs
 
 
+def _keys_of(trials: Sequence[Observation]) -> list[Key]:
+    return [(each.point.branch, each.point.index) for each in trials if each.point is not None]
+
+
 def _locate(known: Configurations, trials: Sequence[Observation]) -> Points:
     """Return trials as `Points`: the settings of their points, but their actual batch sizes."""
-    points = [each.point for each in trials if each.point is not None]
     return known.points(
-        [(point.branch, point.index) for point in points],
+        _keys_of(trials),
         np.array([each.batch.micro_batch for each in trials], float),
         np.array([each.batch.gas for each in trials], float),
         np.array([each.neighbours == 0 for each in trials], bool),
