@@ -144,9 +144,8 @@ class SearchPhase:
         script_args: Mapping[str, Any],
         proposal: Proposal | None = None,
     ) -> Trial:
-        predicted_bytes = None
-        if self.forecast is not None:
-            predicted_bytes = self.forecast.predicted_bytes(overrides, script_args)
+        forecast = self.forecast
+        needed = None if forecast is None else forecast.predicted_bytes(overrides, script_args)
         return make_trial(
             self._run,
             TrialKind.SEARCH,
@@ -154,7 +153,7 @@ class SearchPhase:
             batch,
             script_args,
             proposal=proposal,
-            predicted_bytes=predicted_bytes,
+            predicted_bytes=needed,
         )
 
     def _update_predictions(self) -> None:

@@ -137,16 +137,15 @@ def _may_use(plan: Plan, strategy: Strategy) -> bool:
     if strategy.stage not in plan.searched_stages:
         return False
     own = of_config(plan.base_config, strategy.stage)
-    for section, wanted in strategy.offloading.items():
-        if wanted == own.offloading[section]:
-            continue
-        if wanted == NVME and plan.nvme_path is None:
-            return False
-        if section in plan.fixed:
-            return False
-        if not plan.offload_helps and section not in plan.tune:
-            return False
-    return True
+    return all(
+        wanted == own.offloading[section]
+        or (
+            (wanted != NVME or plan.nvme_path is not None)
+            and section not in plan.fixed
+            and (plan.offload_helps or section in plan.tune)
+        )
+        for section, wanted in strategy.offloading.items()
+    )
 
 
 def _offloads_as_asked(plan: Plan, strategy: Strategy) -> bool:

@@ -177,10 +177,5 @@ def _continued(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
             f"Cannot resume: {difference}. Resume with the options and files that the run was "
             "started with, or start a new run."
         )
-    return replace(
-        earlier,
-        max_trials=plan.max_trials,
-        finals=plan.finals,
-        indifference=plan.indifference,
-        faulty_stages=plan.faulty_stages,
-    )
+    new = (*journaled.OF_A_BUDGET, "faulty_stages")
+    return replace(earlier, **{name: getattr(plan, name) for name in new})

@@ -202,15 +202,11 @@ class Posterior:
         return fit(prior, none, np.zeros(0), np.zeros(0))
 
     @property
-    def run_sd(self) -> float:
-        """Run-to-run standard deviation, as a fraction."""
-        return RUN_SD * self.scales.noise
-
-    @property
     def noise(self) -> float:
         """Standard deviation of a typical measurement, as a fraction."""
         error = self.measured.error
-        return math.hypot(self.run_sd, float(np.median(error)) if len(error) else 0.0)
+        within = float(np.median(error)) if len(error) else 0.0
+        return math.hypot(RUN_SD * self.scales.noise, within)
 
     def predict(self, points: Points, reference: int | None = None) -> tuple[Array, Array]:
         """Predict the natural logarithm of the seconds.
