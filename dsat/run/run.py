@@ -79,13 +79,14 @@ class Run:
         self.running_s = 0.0
         self.ended_s: dict[int, float] = {}
         self.ended_at_s: dict[int, float | None] = {}
-        for number, line in enumerate(lines, start=1):
-            with events.raise_as_corrupt_journal(number, name):
-                event = events.event_of(line)
-                self.apply(event)
-                if event["event"] == events.EVENT_PROPOSED:
-                    config = self.plan.config(event["trial"].overrides)
-                    ds_config.check_sections(config, where=event["trial"].name)
+
+        def apply(event: Mapping[str, Any]) -> None:
+            self.apply(event)
+            if event["event"] == events.EVENT_PROPOSED:
+                config = self.plan.config(event["trial"].overrides)
+                ds_config.check_sections(config, where=event["trial"].name)
+
+        events.replay(lines, apply, name)
 
     def apply(self, event: Mapping[str, Any]) -> None:
         """Apply one event; of an event of an unknown kind, only the duration counts."""
@@ -100,7 +101,6 @@ class Run:
         if kind == events.EVENT_START:
             self.has_begun = True
             self.plan = event["plan"]
-            self._objective = event["plan"].objective
             self.info = event["info"]
         elif kind == events.EVENT_EARLIER:
             self.earlier.add(trial.id)
@@ -143,19 +143,19 @@ class Run:
         self.batch_flag.update(trial, outcome, self.plan.own_batch.micro_batch)
         if trial.profiles:
             self.profiled = outcome
-        value = outcome.value(self._objective)
+        value = outcome.value(self.plan.objective)
         if trial.kind in (TrialKind.PROFILE, TrialKind.REPEAT):
             return
         if trial.kind is TrialKind.FINAL:
             # Another version of dsat may have run more pairs than this version requires.
             if self.finals is not None and not self.finals.over:
-                log_value = None if value is None else self._objective.log_value(value)
+                log_value = None if value is None else self.plan.objective.log_value(value)
                 self.finals.record(log_value, may_repeat=not outcome.kind.is_unsafe)
                 self._check_training(self.finals)
             return
         if (
             value is not None
-            and self._objective.is_better(value, self.value(self.leader))
+            and self.plan.objective.is_better(value, self.value(self.leader))
             and self.plan.admits(trial.batch)
         ):
             self.leader = trial
@@ -200,7 +200,7 @@ class Run:
         if value is None or outcome.metrics is None:
             raise ValueError(f"trial {trial.id} was not measured")
         memory, error = outcome.memory, outcome.metrics.standard_error
-        log_value = self._objective.log_value(value)
+        log_value = self.plan.objective.log_value(value)
         return Contestant(
             trial_id=trial.id,
             log_value=log_value,
@@ -255,7 +255,7 @@ class Run:
         """Best trial that surely beats the user's own by enough, or cannot be compared with it."""
         admitted = [trial for trial in searched(self) if self.plan.admits(trial.batch)]
         eligible = [trial for trial in admitted if trial.id not in self.disqualified]
-        ranked = sorted(eligible, key=lambda t: self._objective.loss(self.value(t) or 0.0))
+        ranked = sorted(eligible, key=lambda t: self.plan.objective.loss(self.value(t) or 0.0))
         return next((trial for trial in ranked if _surely_beats(self, trial)), None)
 
     def gain_of(self, trial: Trial | None) -> Gain | None:
@@ -332,7 +332,7 @@ class Run:
     def value(self, trial: Trial | None) -> float | None:
         """Return the objective's value of a trial; None if it was not measured."""
         outcome = None if trial is None else self.outcomes.get(trial.id)
-        return None if outcome is None else outcome.value(self._objective)
+        return None if outcome is None else outcome.value(self.plan.objective)
 
 
 def _surely_beats(run: Run, trial: Trial) -> bool:

@@ -57,10 +57,8 @@ class SearchPhase:
         self._update_predictions()
         if self.forecast is not None and not self._anything_fits(self.forecast):
             self.forecast = None  # that is wrong, because the model ran
-        search = SEARCHES[plan.method]
-        ramps = plan.ramp and search.ramps
-        problem = Problem(run.profile, plan.objective, space, plan.seed, ramp=ramps)
-        self._search = search(problem, **plan.search_options)
+        problem = Problem(run.profile, plan.objective, space, plan.seed, ramp=plan.ramp)
+        self._search = SEARCHES[plan.method](problem, **plan.search_options)
         self._context = Context(self.forecast, self._costs)
 
     def find_reusable(self, earlier: Iterable[Measured]) -> Iterator[tuple[Trial, Measured]]:

@@ -61,9 +61,7 @@ class Tuner:
         self._earlier = earlier
         self._clock = clock
         self._last_event_s = clock() if last_event_s is None else last_event_s
-        for number, line in enumerate(journal.events, start=1):
-            with journaled.raise_as_corrupt_journal(number):
-                self.decisions.apply(journaled.event_of(line))
+        journaled.replay(journal.events, self.decisions.apply)
         self._continue(plan, info or {})
 
     def _continue(self, plan: Plan, info: Mapping[str, Any]) -> None:
@@ -169,8 +167,9 @@ def _continued(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
     """
     if not events:
         return plan
-    with journaled.raise_as_corrupt_journal(1):
-        earlier: Plan = journaled.event_of(events[0])["plan"]
+    first: list[dict[str, Any]] = []
+    journaled.replay(events[:1], first.append)
+    earlier: Plan = first[0]["plan"]
     difference = difference_to(plan, earlier)
     if difference is not None:
         raise JournalMismatch(
