@@ -71,7 +71,7 @@ class Configurations:
                 sd = _SWITCH_SD if acts_on_whole_step(key) else _SETTING_SD
                 effects |= {(key, text): sd for text in texts if key != GAS}
         self._traits = {trait: position for position, trait in enumerate(effects)}
-        # Of values, both that differ count (`Prior.covariance`), but of yes or no, one trait does.
+        # Two values are two traits, and both differ; yes and no are one trait (`Prior.covariance`).
         of_trials = [math.sqrt(2) * sd for sd in (_TILES_SD, _ALONE_SD)]
         self.prior = Prior(self._job.hardware, np.array([*effects.values(), *of_trials]))
         self._rows: dict[Key, Row] = {}
