@@ -235,7 +235,7 @@ class Physics:
 
     def _seconds(self, group: Collectives) -> float:
         link, network = _OF_LINK * self.gpu.link, _OF_NETWORK * self.gpu.network
-        return sum(Network(link, network, SLOTS_PER_HOST, Card.protocols).seconds(group))
+        return Network(link, network, SLOTS_PER_HOST, Card.protocols).seconds(group)
 
     def _optimizer(self, zero: Mapping[str, Any]) -> float:
         stage, parameters = zero["stage"], self.model.parameters

@@ -26,7 +26,7 @@ from dsat.in_trial.adapters.trial import (
 from dsat.options import Group, Option
 from dsat.search import SEARCHES
 from dsat.show.settings import READ_ONLY
-from dsat.space.deepspeed_settings import SETTING_NAMES, SETTINGS
+from dsat.space.deepspeed_settings import SETTING_NAMES, SETTINGS, never
 from dsat.tuning.make_settings import all_options
 from dsat.tuning.settings import TUNE
 from dsat.values import hazards
@@ -60,7 +60,7 @@ def setting_reference() -> str:
     for setting in SETTINGS:
         stages = ", ".join(map(str, setting.stages))
         values = ", ".join(f"`{_json(value)}`" for value in setting.values)
-        when = "`--search`" if setting.is_on_request else "yes"
+        when = "`--search`" if setting.unasked is never else "yes"
         rows.append(f"| `{setting.key}` | {stages} | {values} | {setting.reason} | {when} |")
     keys = {setting.key for setting in SETTINGS}
     others = ", ".join(f"`{name}`" for name in SETTING_NAMES if name not in keys)

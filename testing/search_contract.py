@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dsat.search import SEARCHES, Context, Observation, Problem, Proposal, Search, Stop, Wait
-from dsat.search.base import EXHAUSTED, Costs, Source
+from dsat.search.base import EXHAUSTED, Costs
 from dsat.space.locate import Point
 from dsat.space.space import Freedom, Space
 from dsat.values.objective import Objective
@@ -123,7 +123,6 @@ class Driven:
                 Point(0, 0, micro_batch),
                 batch,
                 outcome,
-                Source.BASELINE,
                 is_exact=micro_batch in self.space.micro_batches,
             )
         )

@@ -62,7 +62,6 @@ class ClusterSearch:
             self.journal,
             info=job.info,
             clock=time.time,  # also counts while no process runs
-            time_of_day=time.time,
             last_event_s=_last_event_s(events),
         )
         self._narrator = Narrator(

@@ -24,10 +24,7 @@ _SD, _STRATEGY_SD, _OTHER_CARD_SD = 0.05, 0.03, 0.10
 _NORMAL_90 = 1.645
 # Columns of `step_time` that make up each part of a step; the rest is kernels and launches.
 _PARTS = {
-    "communication": (
-        *("reduced", "reduced_last", "reductions", "waited", "gathered", "gathers"),
-        *("boundary", "boundaries"),
-    ),
+    "communication": ("reduced", "reduced_last", "reductions", "waited", "gathered", "boundary"),
     "optimizer": ("optimizer", "groups", "host_optimizer"),
     "copies": ("copies", "transferred", "transferred_last"),
 }

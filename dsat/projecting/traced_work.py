@@ -181,7 +181,7 @@ def work_of(
         "copies": _added_bytes(trace, model, last=not every),
         "launches": model.small.launches(_PASSES) * card.launch_s / _UNIT_S,
         "hooks": hooks_s / _UNIT_S,
-        **columns(collectives, cluster.network, hardware.latency_s),
+        **columns(collectives, cluster.network),
         "optimizer": trace.bytes_of(MEMORY, (STEP,)) + once[MEMORY],
         "groups": trace.launches((STEP,)) * card.launch_s / (GROUP_LAUNCHES * _UNIT_S),
         "transferred": trace.bytes_of(TRANSFER, _PASSES, last=not every)

@@ -8,14 +8,13 @@ from typing import Any
 
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
-from dsat.run import finals
-from dsat.run.events import EVENT_EARLIER, EVENT_FINISHED, EVENT_PROPOSED, budget_reason
-from dsat.run.finals_phase import FinalsPhase
+from dsat.run import finals, finals_phase
+from dsat.run.events import EVENT_EARLIER, EVENT_FINISHED, budget_reason
 from dsat.run.history import Measured
 from dsat.run.profile_phase import ProfilePhase
 from dsat.run.run import Run
 from dsat.run.search_phase import SearchPhase
-from dsat.run.trial_factory import SEARCHED, TrialFactory, count_finals
+from dsat.run.trial_factory import SEARCHED, count_finals, make_trial
 from dsat.search.base import Stop, Wait
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import BY_FORMULA, NO_MEMORY_MODEL, Plan
@@ -51,26 +50,22 @@ class Decisions:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.run = Run()
-        self._trials = TrialFactory(plan, self.run)
-        self._profiling = ProfilePhase(plan, self._trials)
-        self._finals = FinalsPhase(plan, self.run, self._trials)
+        self._profiling = ProfilePhase(plan, self.run)
         self._searching: SearchPhase | None = None
         self._next: Step | None = None
 
     def apply(self, event: Mapping[str, Any]) -> None:
         self._next, flag = None, self.run.batch_flag.name
         self.run.apply(event)
-        if event["event"] in (EVENT_EARLIER, EVENT_PROPOSED) and event["trial"].profiles:
-            self._profiling.begin()
-        if event["event"] == EVENT_EARLIER and event["trial"].profiles:
-            self._profiling.update(event["trial"], event["outcome"])
-        elif event["event"] == EVENT_FINISHED:
-            trial = self.run.trials[event["trial_id"]]
-            if trial.profiles:
-                self._profiling.update(trial, event["outcome"])
-            is_other, outcome = self.run.batch_flag.name != flag, event["outcome"]
-            if is_other or outcome.fixed_batch is not None or outcome.batch_flag:
-                self._searching = None  # rebuild it with other micro batches or flag
+        if event["event"] not in (EVENT_EARLIER, EVENT_FINISHED):
+            return
+        outcome = event["outcome"]
+        trial = event["trial"] if "trial" in event else self.run.trials[event["trial_id"]]
+        if trial.profiles:
+            self._profiling.update(trial, outcome)
+        is_other = self.run.batch_flag.name != flag
+        if is_other or outcome.fixed_batch is not None or outcome.batch_flag:
+            self._searching = None  # rebuild it with other micro batches or flag
 
     def find_reusable(self, earlier: Sequence[Measured]) -> Iterator[tuple[Trial, Measured]]:
         """Yield new trials that need not run, each with its measurement in an earlier run.
@@ -82,10 +77,12 @@ class Decisions:
         if search is not None:
             yield from search.find_reusable(earlier)
         elif not self._profiling.over and (due := self._profiling.next_trial()) is not None:
+            wanted = self.plan.fingerprint(due.overrides, due.script_args)
             for each in earlier:
-                outcome = each.outcome
-                profiles = each.trial.profiles and (outcome.profile is not None or not outcome.ok)
-                if profiles and self._trials.is_like(each.trial, due.overrides, due.script_args):
+                trial, outcome = each.trial, each.outcome
+                profiles = trial.profiles and (outcome.profile is not None or not outcome.ok)
+                digest = self.plan.fingerprint(trial.overrides, trial.script_args)
+                if profiles and digest == wanted:
                     yield due, each
                     return
 
@@ -118,12 +115,12 @@ class Decisions:
         converged = not self._is_budget_used
         if not converged and isinstance(stop := search.propose(), Stop):
             step, converged = stop, True  # more trials would not go on either
-        event = self._finals.begin(step.reason, search.predicted)
+        event = finals_phase.begin(run, step.reason, search.predicted)
         return step if event is None else BeginFinals({**event, "converged": converged})
 
     def _continue_finals(self, begun: finals.Finals, reason: str) -> Trial | Wait | Stop:
         is_over = begun.over or self.plan.finals == 0  # a resumed run may do without them
-        return Stop(reason) if is_over else self._finals.next_trial() or Wait()
+        return Stop(reason) if is_over else finals_phase.next_trial(self.run) or Wait()
 
     def _continue_search(self, search: SearchPhase) -> Trial | Wait | Stop:
         if self._is_budget_used:
@@ -138,7 +135,7 @@ class Decisions:
             return step
         if self.run.running:
             return Wait()
-        return self._trials.make(TrialKind.REPEAT, own.overrides, own.batch, own.script_args)
+        return make_trial(self.run, TrialKind.REPEAT, own.overrides, own.batch, own.script_args)
 
     @property
     def _due_repeat(self) -> Trial | None:
@@ -184,7 +181,7 @@ class Decisions:
                 basis = Basis.of_profile(self.run.profile, self.plan.switches)
             plan = self._plan_of_search
             space = self._profiling.make_space(plan)
-            self._searching = SearchPhase(plan, self.run, self._trials, space, basis)
+            self._searching = SearchPhase(plan, self.run, space, basis)
         return self._searching
 
     @property

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from dsat.errors import JournalError, UserInputError
@@ -90,25 +89,23 @@ def event_of(line: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-@contextlib.contextmanager
-def raise_as_corrupt_journal(number: int, name: str = "the journal") -> Iterator[None]:
-    """Raise JournalError for errors in decoding or applying an event.
+def replay(
+    lines: Iterable[Mapping[str, Any]],
+    apply: Callable[[dict[str, Any]], None],
+    name: str = "the journal",
+) -> None:
+    """Decode the events of a journal and apply them in order.
 
     Raises:
         JournalError: a value is damaged, or the event does not fit those before it.
     """
-    try:
-        yield
-    except (
-        UserInputError,
-        ArithmeticError,
-        LookupError,
-        TypeError,
-        ValueError,
-    ) as error:
-        problem = f"contradicts earlier lines ({type(error).__name__}: {error})"
-        if isinstance(error, DecodeError):
-            problem = f"is damaged: {error}"
-        raise JournalError(
-            f"line {number} of {name} {problem}. Start a new run, or restore a backup."
-        ) from error
+    for number, line in enumerate(lines, start=1):
+        try:
+            apply(event_of(line))
+        except (UserInputError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            problem = f"contradicts earlier lines ({type(error).__name__}: {error})"
+            if isinstance(error, DecodeError):
+                problem = f"is damaged: {error}"
+            raise JournalError(
+                f"line {number} of {name} {problem}. Start a new run, or restore a backup."
+            ) from error

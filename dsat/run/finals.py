@@ -20,6 +20,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from dsat.run.comparison import Comparison, Gain, margin_of_single_runs
 
 # Seven pairs detect a gain of 3 % nearly always at 1 % of run-to-run noise, and in half of the
@@ -127,23 +129,16 @@ def _expect_again(contestants: Sequence[Contestant]) -> list[float]:
     errors vary, the more measurements are shrunk (DerSimonian and Laird, Controlled Clinical Trials
     7 (1986)).
     """
-    values = [c.log_value - c.predicted for c in contestants]
-    variances = [max(c.standard_error, _LEAST_ERROR) ** 2 for c in contestants]
-    weights = [1 / variance for variance in variances]
-    mean = _weighted_mean(values, weights)
-    total = sum(weights)
-    beyond = sum(w * (v - mean) ** 2 for v, w in zip(values, weights, strict=True))
-    scale = total - sum(w * w for w in weights) / total
+    predicted = np.array([c.predicted for c in contestants])
+    values = np.array([c.log_value for c in contestants]) - predicted
+    variances = np.array([max(c.standard_error, _LEAST_ERROR) for c in contestants]) ** 2
+    weights = 1 / variances
+    beyond = weights @ (values - np.average(values, weights=weights)) ** 2
+    scale = weights.sum() - weights @ weights / weights.sum()
     spread = max(0.0, beyond - (len(values) - 1)) / scale if len(values) > 1 else 0.0
-    mean = _weighted_mean(values, [1 / (variance + spread) for variance in variances])
-    return [
-        c.predicted + mean + (value - mean) * spread / (spread + variance)
-        for c, value, variance in zip(contestants, values, variances, strict=True)
-    ]
-
-
-def _weighted_mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    return sum(w * v for v, w in zip(values, weights, strict=True)) / sum(weights)
+    mean = np.average(values, weights=1 / (variances + spread))
+    expected = predicted + mean + (values - mean) * spread / (spread + variances)
+    return [float(each) for each in expected]
 
 
 class Role(str, enum.Enum):
@@ -152,14 +147,6 @@ class Role(str, enum.Enum):
     OWN = "own"
     LEADER = "leader"
     SAME_BATCH = "same batch"  # the best one with the user's global batch
-
-
-@dataclass(frozen=True)
-class Turn:
-    """The next run of the finals; `trial_id` is the leader's trial, None for other roles."""
-
-    role: Role
-    trial_id: int | None = None
 
 
 @dataclass(frozen=True)
@@ -203,6 +190,7 @@ class Finals:
     Attributes:
         pick: candidate that is compared with the user's own configuration; None if none is left.
         turn: next run; None when the finals are over.
+        used: number of runs so far.
         pairs: logarithms of the values of the user's own configuration and the pick.
     """
 
@@ -215,26 +203,28 @@ class Finals:
         same_batch: Collection[int] = (),
     ) -> None:
         self.own = own
-        self.pairs: list[tuple[float, float]] = []
         self.pick: Contestant | None = None
+        self.turn: Role | None = None
         self.used = 0
-        self._rules = rules
+        self.pairs: list[tuple[float, float]] = []
         self.with_same_batch = frozenset(same_batch)
+        self._rules = rules
         self._candidates = list(candidates)
         self._own_failures = self._pick_failures = 0
-        self._pair: dict[Role, float] = {}
+        self._pair: dict[Role, float] = {}  # runs of an incomplete pair
         self._same_batch: float | None = None  # log gain over the preceding run of the user's own
         self._same_batch_due = False
-        self._queue: list[Turn] = []
-        self._choose()
-
-    @property
-    def turn(self) -> Turn | None:
-        return self._queue[0] if self._queue else None
+        self._continue()
 
     @property
     def over(self) -> bool:
-        return not self._queue
+        return self.turn is None
+
+    @property
+    def repeated_id(self) -> int | None:
+        """Id of the trial that the turn runs again; None for `Role.SAME_BATCH`."""
+        again = self.own if self.turn is Role.OWN else self.pick
+        return None if again is None or self.turn is Role.SAME_BATCH else again.trial_id
 
     @property
     def own_failed(self) -> bool:
@@ -291,18 +281,16 @@ class Finals:
             log_value: None for a failure.
             may_repeat: whether a pick that failed may stay in the finals.
         """
-        turn = self._queue.pop(0)
-        self.used += 1
-        if turn.role is Role.SAME_BATCH:
-            if log_value is not None:
-                own = self._pair.get(Role.OWN)
-                self._same_batch = log_value - (self.pairs[-1][0] if own is None else own)
-        elif log_value is None:
-            self._handle_failure(turn, may_repeat)
+        turn, self.used = self.turn, self.used + 1
+        if turn is Role.SAME_BATCH:
+            self._same_batch = None if log_value is None else log_value - self.pairs[-1][0]
+        elif turn is not None and log_value is not None:
+            self._pair[turn] = log_value
+        elif turn is Role.OWN:
+            self._own_failures += 1
         else:
-            self._pair[turn.role] = log_value
-        if not self._queue:
-            self._continue()
+            self._handle_failure(may_repeat)
+        self._continue()
 
     def disqualify(self) -> None:
         """Exclude the pick from winning because it trains differently."""
@@ -314,34 +302,38 @@ class Finals:
         self._same_batch = None
 
     def _continue(self) -> None:
+        """Choose the next turn, and the next candidate if there is no pick."""
+        self.turn = None
+        if self.pick is None and self._candidates and self._room >= PAIR:
+            self.pick, self._pick_failures = self._candidates.pop(0), 0
+            self._same_batch_due = self.pick.trial_id in self.with_same_batch
         if self.pick is None:
-            self._choose()
             return
-        if len(self._pair) == 2:
+        if len(self._pair) == PAIR:
             self.pairs.append((self._pair[Role.OWN], self._pair[Role.LEADER]))
             self._pair = {}
-        if not self._decided():
-            self._next_pair()
-        elif self._same_batch_due and not self.own_failed and self.used < self._rules.trials:
-            self._queue = [Turn(Role.SAME_BATCH)]
-            self._same_batch_due = False
+        decided = self._decided()
+        # The second pair ends with a run of the user's own, to which the gain refers.
+        is_due = self._same_batch_due and (decided or (len(self.pairs) == 2 and not self._pair))
+        if is_due and not self.own_failed and self._room:
+            self.turn, self._same_batch_due = Role.SAME_BATCH, False
+        elif not decided and self._room >= PAIR - len(self._pair):
+            order = (Role.LEADER, Role.OWN) if len(self.pairs) % 2 else (Role.OWN, Role.LEADER)
+            self.turn = next(role for role in order if role not in self._pair)
 
-    def _handle_failure(self, turn: Turn, may_repeat: bool) -> None:
-        """Run the configuration again if that may help; else end the finals or replace the pick."""
-        if turn.role is Role.OWN:
-            self._own_failures += 1
-            may_repeat = not self.own_failed
-        else:
-            self._pick_failures += 1
-            may_repeat &= self._pick_failures < self._rules.most_failures
-        if may_repeat and self.used + 1 + len(self._queue) <= self._rules.trials:
-            self._queue.insert(0, turn)
-        elif turn.role is Role.OWN or (may_repeat and self.pairs):
-            self._queue = []
-        else:
-            self._drop_pick()
-            if self._rules.trials - self.used < PAIR:
-                self.pick = self._surely_better()
+    @property
+    def _room(self) -> int:
+        return self._rules.trials - self.used
+
+    def _handle_failure(self, may_repeat: bool) -> None:
+        """Drop a pick that failed, unless it may run again or has pairs to judge by."""
+        self._pick_failures += 1
+        may_repeat &= self._pick_failures < self._rules.most_failures
+        if may_repeat and (self.pairs or self._room >= PAIR - len(self._pair)):
+            return
+        self._drop_pick()
+        if self._room < PAIR:
+            self.pick = self._surely_better()
 
     def _surely_better(self) -> Contestant | None:
         """Return the next candidate whose single run surely beats the user's own, or None."""
@@ -355,14 +347,6 @@ class Finals:
 
     def _drop_pick(self) -> None:
         self.pick, self.pairs, self._pair, self._same_batch = None, [], {}, None
-        self._queue = []
-
-    def _choose(self) -> None:
-        """Make the next candidate the pick, if there is one and room for a pair."""
-        if self._candidates and self._rules.trials - self.used >= PAIR:
-            self.pick, self._pick_failures = self._candidates.pop(0), 0
-            self._same_batch_due = self.pick.trial_id in self.with_same_batch
-            self._next_pair()
 
     def _decided(self) -> bool:
         """Return whether to end: `own_failed`, or a clear result after a count in `_LOOKS`."""
@@ -375,14 +359,3 @@ class Finals:
             return False
         least = self._rules.least_gain
         return comparison.is_clear(None if least is None else math.log1p(least))
-
-    def _next_pair(self) -> None:
-        if self._rules.trials - self.used < PAIR:
-            return
-        assert self.pick is not None
-        own, leader = Turn(Role.OWN), Turn(Role.LEADER, self.pick.trial_id)
-        self._queue = [leader, own] if len(self.pairs) % 2 else [own, leader]
-        is_due = self._same_batch_due and len(self.pairs) == 1
-        if is_due and self._rules.trials - self.used > PAIR:
-            self._queue.append(Turn(Role.SAME_BATCH))  # right after a run of the user's own
-            self._same_batch_due = False

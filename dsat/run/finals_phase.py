@@ -10,129 +10,120 @@ from typing import Any
 
 from dsat.run import finals
 from dsat.run.events import EVENT_FINALS
-from dsat.run.finals import Role
 from dsat.run.run import Run, searched
-from dsat.run.trial_factory import TrialFactory, count_finals
-from dsat.space.plan import Plan
+from dsat.run.trial_factory import count_finals, make_trial
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 
 _RESERVES = 3  # candidates that can replace a pick that fails or trains differently
 
 
-class FinalsPhase:
-    """Start of the finals, and their trials, which run one at a time and alone on the machine."""
+def begin(
+    run: Run, reason: str, predicted: Callable[[Trial], float | None]
+) -> dict[str, Any] | None:
+    """Return the event that begins the finals; None if no pair is worthwhile, or none can run.
 
-    def __init__(self, plan: Plan, run: Run, trials: TrialFactory) -> None:
-        self._plan = plan
-        self._run = run
-        self._trials = trials
+    Args:
+        reason: why the search is over.
+        predicted: `SearchPhase.predicted`.
+    """
+    plan, own = run.plan, run.baseline
+    used = len(run.trials) - count_finals(run)
+    most = plan.max_trials - count_finals(run)
+    if run.leader is None or own is None or run.value(own) is None:
+        return None
+    count = finals.budget(most, used, plan.finals, cost=_cost(run, own, run.leader))
+    tried = [run.contestant(trial, predicted(trial)) for trial in contenders(run)]
+    if not count or not tried:
+        return None
+    expected = finals.rank_by_expectation(tried, indifference=plan.indifference)
+    candidates = _one_of_each_strategy(run, [each.trial_id for each in expected])
+    return {
+        "event": EVENT_FINALS,
+        "reason": reason,
+        "trials": count,
+        "indifference": plan.indifference,
+        "leaders": candidates[:1],
+        "reserves": candidates[1:],
+        "least_gain": plan.indifference,
+        "first_look": finals.FIRST_LOOK,
+        "most_failures": finals.MOST_FAILURES,
+        "same_batch": [
+            trial_id
+            for trial_id in candidates
+            if _with_own_batch(run, run.trials[trial_id]) is not None
+        ],
+    }
 
-    def begin(
-        self, reason: str, predicted: Callable[[Trial], float | None]
-    ) -> dict[str, Any] | None:
-        """Return the event that begins the finals; None if no pair is worthwhile, or none can run.
 
-        Args:
-            reason: why the search is over.
-            predicted: `SearchPhase.predicted`.
-        """
-        plan, run = self._plan, self._run
-        used = len(run.trials) - count_finals(run)
-        most = run.plan.max_trials - count_finals(run)
-        own = run.baseline
-        if run.leader is None or own is None or run.value(own) is None:
-            return None
-        count = finals.budget(most, used, plan.finals, cost=self._cost(own, run.leader))
-        tried = [run.contestant(trial, predicted(trial)) for trial in contenders(run)]
-        if not count or not tried:
-            return None
-        expected = finals.rank_by_expectation(tried, indifference=plan.indifference)
-        candidates = self._one_of_each_strategy([each.trial_id for each in expected])
-        return {
-            "event": EVENT_FINALS,
-            "reason": reason,
-            "trials": count,
-            "indifference": plan.indifference,
-            "leaders": candidates[:1],
-            "reserves": candidates[1:],
-            "least_gain": plan.indifference,
-            "first_look": finals.FIRST_LOOK,
-            "most_failures": finals.MOST_FAILURES,
-            "same_batch": [
-                trial_id
-                for trial_id in candidates
-                if self._with_own_batch(run.trials[trial_id]) is not None
-            ],
-        }
+def _one_of_each_strategy(run: Run, ranked: list[int]) -> list[int]:
+    """Return the leader and reserves: first the best of each strategy, in case one fails."""
+    first: dict[str, int] = {}
+    for trial_id in ranked:
+        first.setdefault(run.trials[trial_id].strategy, trial_id)
+    return list(dict.fromkeys([*first.values(), *ranked]))[: 1 + _RESERVES]
 
-    def _one_of_each_strategy(self, ranked: list[int]) -> list[int]:
-        """Return the leader and reserves: first the best of each strategy, in case one fails."""
-        first: dict[str, int] = {}
-        for trial_id in ranked:
-            first.setdefault(self._run.trials[trial_id].strategy, trial_id)
-        return list(dict.fromkeys([*first.values(), *ranked]))[: 1 + _RESERVES]
 
-    def _cost(self, own: Trial, leader: Trial) -> float:
-        """Return the expected duration of a final trial, as a fraction of that of all trials."""
-        outcomes = self._run.outcomes
-        took_s = sum(outcome.duration_s for outcome in outcomes.values())
-        of_both_s = outcomes[own.id].duration_s + outcomes[leader.id].duration_s
-        return of_both_s / 2 / took_s if took_s else 1 / len(outcomes)
+def _cost(run: Run, own: Trial, leader: Trial) -> float:
+    """Return the expected duration of a final trial, as a fraction of that of all trials."""
+    outcomes = run.outcomes
+    took_s = sum(outcome.duration_s for outcome in outcomes.values())
+    of_both_s = outcomes[own.id].duration_s + outcomes[leader.id].duration_s
+    return of_both_s / 2 / took_s if took_s else 1 / len(outcomes)
 
-    def next_trial(self) -> Trial | None:
-        """Return the trial to start next; None to wait for an outcome."""
-        run = self._run
-        assert run.finals is not None and run.baseline is not None
-        turn = run.finals.turn
-        if turn is None or run.running:
-            return None
-        if turn.role is Role.SAME_BATCH:
-            assert run.finals.pick is not None
-            configuration = self._with_own_batch(run.trials[run.finals.pick.trial_id])
-            assert configuration is not None
-            overrides, batch, script_args = configuration
-            return self._trials.make(TrialKind.FINAL, overrides, batch, script_args)
-        again = run.baseline if turn.trial_id is None else run.trials[turn.trial_id]
-        return self._trials.make(
-            TrialKind.FINAL,
-            again.overrides,
-            again.batch,
-            again.script_args,
-            predicted_bytes=again.predicted_bytes,
-        )
 
-    def _with_own_batch(
-        self, pick: Trial
-    ) -> tuple[dict[str, Any], BatchTriple, dict[str, Any]] | None:
-        """Return the configuration to compare at the user's global batch size.
+def next_trial(run: Run) -> Trial | None:
+    """Return the final to start next, alone on the machine; None to wait for an outcome."""
+    begun = run.finals
+    assert begun is not None and begun.pick is not None
+    if begun.over or run.running:
+        return None
+    if begun.repeated_id is None:
+        configuration = _with_own_batch(run, run.trials[begun.pick.trial_id])
+        assert configuration is not None
+        return make_trial(run, TrialKind.FINAL, *configuration)
+    again = run.trials[begun.repeated_id]
+    return make_trial(
+        run,
+        TrialKind.FINAL,
+        again.overrides,
+        again.batch,
+        again.script_args,
+        predicted_bytes=again.predicted_bytes,
+    )
 
-        It is the best one that the search measured at that size; else the pick's settings, with
-        gradient accumulation if necessary. None if the pick has that size itself, if the result
-        would be the user's own configuration, or if no allowed micro batch divides the size.
-        """
-        plan, run = self._plan, self._run
-        own = plan.own_batch
-        if pick.batch.train_batch_size == own.train_batch_size:
-            return None
-        size = own.train_batch_size
-        found = [trial for trial in searched(run) if trial.batch.train_batch_size == size]
-        if found:
-            best = max(found, key=lambda trial: run.contestant(trial).log_value)
-            return dict(best.overrides), best.batch, dict(best.script_args)
-        slots, shared = plan.slots_per_trial, pick.batch.parallelism
-        per_group, rest = divmod(own.train_batch_size, shared.data(slots))
-        sizes, most = plan.allowed_micro_batches, min(per_group, pick.batch.micro_batch)
-        smaller = sizes[: bisect.bisect_right(sizes, most)]
-        micro_batch = max((size for size in smaller if per_group % size == 0), default=None)
-        if micro_batch is None or rest:
-            return None
-        gas = per_group // micro_batch
-        batch = BatchTriple.on(slots, shared, micro_batch=micro_batch, gas=gas)
-        overrides = {**pick.overrides, **batch.config()}
-        script_args = dict(pick.script_args)
-        assert run.baseline is not None
-        is_own = self._trials.is_like(run.baseline, overrides, script_args)
-        return None if is_own else (overrides, batch, script_args)
+
+def _with_own_batch(
+    run: Run, pick: Trial
+) -> tuple[dict[str, Any], BatchTriple, dict[str, Any]] | None:
+    """Return the configuration to compare at the user's global batch size.
+
+    It is the best one that the search measured at that size; else the pick's settings, with
+    gradient accumulation if necessary. None if the pick has that size itself, if the result
+    would be the user's own configuration, or if no allowed micro batch divides the size.
+    """
+    plan, own = run.plan, run.plan.own_batch
+    if pick.batch.train_batch_size == own.train_batch_size:
+        return None
+    size = own.train_batch_size
+    found = [trial for trial in searched(run) if trial.batch.train_batch_size == size]
+    if found:
+        best = max(found, key=lambda trial: run.contestant(trial).log_value)
+        return dict(best.overrides), best.batch, dict(best.script_args)
+    slots, shared = plan.slots_per_trial, pick.batch.parallelism
+    per_group, rest = divmod(own.train_batch_size, shared.data(slots))
+    sizes, most = plan.allowed_micro_batches, min(per_group, pick.batch.micro_batch)
+    smaller = sizes[: bisect.bisect_right(sizes, most)]
+    micro_batch = max((size for size in smaller if per_group % size == 0), default=None)
+    if micro_batch is None or rest:
+        return None
+    gas = per_group // micro_batch
+    batch = BatchTriple.on(slots, shared, micro_batch=micro_batch, gas=gas)
+    overrides = {**pick.overrides, **batch.config()}
+    script_args = dict(pick.script_args)
+    assert run.baseline is not None
+    yours = plan.fingerprint(run.baseline.overrides, run.baseline.script_args)
+    is_own = plan.fingerprint(overrides, script_args) == yours
+    return None if is_own else (overrides, batch, script_args)
 
 
 def contenders(run: Run) -> list[Trial]:

@@ -12,8 +12,9 @@ from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.run.run import Run
 from dsat.run.strategies import make_space
-from dsat.search.base import Observation, Problem, Source
-from dsat.search.predictions import Configurations, Predictions
+from dsat.search.base import Observation, Problem
+from dsat.search.configurations import Configurations
+from dsat.search.predictions import Predictions
 from dsat.search.threads import one_thread
 from dsat.space.deepspeed_settings import SETTING_NAMES
 from dsat.space.locate import Point
@@ -58,10 +59,10 @@ def predict(run: Run) -> FreeBatch | None:
     most = forecast.largest(settings)
     sizes = [2**power for power in range(1 + int(math.log2(max(1, most))))]
     outcome = run.outcomes[own.id]
-    first = Observation(Point(0, 0, 1), space.batch(1, settings), outcome, Source.BASELINE)
-    known = Configurations.build(Problem(profile, objective, space, plan.seed))
-    points = known.points([(0, 0)], np.zeros(len(sizes), int), np.array(sizes))
-    rates = Predictions.fit(known, [first]).log_rate(points)
+    first = Observation(Point(0, 0, 1), space.batch(1, settings), outcome)
+    known = Configurations(Problem(profile, objective, space, plan.seed))
+    points = known.points([(0, 0)] * len(sizes), np.array(sizes))
+    rates = Predictions(known, [first]).log_rate(points)
     gains = np.exp(rates - rates[0])
     at = int(np.argmax(gains >= _ENOUGH * gains.max()))
     return FreeBatch(sizes[at], float(gains[at])) if at else None

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from dsat.run import strategies
-from dsat.run.trial_factory import TrialFactory
+from dsat.run.run import Run
+from dsat.run.trial_factory import make_trial
 from dsat.space.plan import Plan
 from dsat.space.space import Space
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
@@ -29,12 +30,11 @@ class ProfilePhase:
         failure: why the model cannot be profiled; None while it still may be.
     """
 
-    def __init__(self, plan: Plan, trials: TrialFactory) -> None:
+    def __init__(self, plan: Plan, run: Run) -> None:
         self.profile: ModelProfile | None = None
         self.failure: str | None = None
         self._keeps_micro_batch = False  # in the search; see `strategies.keeps_micro_batch`
-        self._plan = plan
-        self._trials = trials
+        self._plan, self._run = plan, run
         self._ladder = list(strategies.rungs(plan))  # strategies that were not tried yet
         self._is_on_ladder = False
         self._divisions = strategies.divisions(plan)  # tried one by one if no rung fits
@@ -42,7 +42,6 @@ class ProfilePhase:
         self._tried: set[int] = set()  # micro batches that failed in this strategy
         # Replacements for the user's strategy, which DeepSpeed refused or which did not fit.
         self._strategies: list[Strategy] = []
-        self._own_is_next = True
         self._next_micro_batch: int | None = None  # of the next profile trial
 
     @property
@@ -58,24 +57,19 @@ class ProfilePhase:
 
     def next_trial(self) -> Trial | None:
         """Return the trial to start next; None to wait for an outcome."""
-        own = self._plan.own_batch
-        if self._own_is_next:
-            return self._trials.make(TrialKind.BASELINE, own.config(), own, self._plan.switches)
+        run, own, switches = self._run, self._plan.own_batch, self._plan.switches
+        if not run.trials:
+            return make_trial(run, TrialKind.BASELINE, own.config(), own, switches)
         micro_batch = self._next_micro_batch
-        if micro_batch is None:
+        if micro_batch is None or run.running:
             return None
         slots, shared = self._plan.slots_per_trial, self._divisions[0]
         batch = BatchTriple.on(slots, shared, micro_batch=micro_batch)
-        overrides = self._overrides(micro_batch)
-        return self._trials.make(TrialKind.PROFILE, overrides, batch, self._plan.switches)
-
-    def begin(self) -> None:
-        """Record that the next trial began."""
-        self._own_is_next, self._next_micro_batch = False, None
+        return make_trial(run, TrialKind.PROFILE, self._overrides(micro_batch), batch, switches)
 
     def update(self, trial: Trial, outcome: Outcome) -> None:
         """Process the outcome of a trial of this phase."""
-        profile = outcome.profile
+        profile, self._next_micro_batch = outcome.profile, None
         if not outcome.ok or profile is None:
             if trial.kind is TrialKind.BASELINE and self._may_fit_smaller(outcome):
                 self._next_micro_batch = self._smallest_micro_batch

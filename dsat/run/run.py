@@ -12,7 +12,7 @@ from dsat.memory.predictor import Basis
 from dsat.run import events
 from dsat.run.batch_flag import BatchFlag
 from dsat.run.comparison import Gain, Variation, margin_of_single_runs
-from dsat.run.finals import Contestant, Finals, Role, Rules, reserved
+from dsat.run.finals import Contestant, Finals, Rules, reserved
 from dsat.run.training_check import TrainingCheck
 from dsat.space.plan import Plan
 from dsat.values import hazards
@@ -32,7 +32,6 @@ class Run:
         repeat: second trial of the user's own configuration, in a run without finals.
         leader: best trial before the finals whose batch sizes the plan admits; may be the user's.
         finals: finals after the search; None before, without finals, or once the search resumed.
-        training: comparison of losses and gradients with the user's own configuration.
         batch_flag: the script's flag for its micro batch.
         repeated: by id of a final or repeat, the id of the trial that it runs again.
         profiled: outcome of the latest trial that was to profile the model; it may have failed.
@@ -58,7 +57,6 @@ class Run:
         self.info: Mapping[str, Any] = {}
         self.trials: dict[int, Trial] = {}
         self.outcomes: dict[int, Outcome] = {}
-        self._measured = 0  # trials that ran
         self.earlier: set[int] = set()
         self.baseline: Trial | None = None
         self.repeat: Trial | None = None
@@ -73,7 +71,6 @@ class Run:
         self.same_batch_final: Trial | None = None
         self.batch_flag = BatchFlag(self.outcomes)
         self.repeated: dict[int, int] = {}
-        self.training = TrainingCheck(self.trials, self.outcomes, self.repeated)
         self._changes: dict[tuple[int, bool], dict[str, tuple[Any, Any]]] = {}
         self.memory_basis: Basis | None = None
         self.stop_reason: str | None = None
@@ -82,13 +79,14 @@ class Run:
         self.running_s = 0.0
         self.ended_s: dict[int, float] = {}
         self.ended_at_s: dict[int, float | None] = {}
-        for number, line in enumerate(lines, start=1):
-            with events.raise_as_corrupt_journal(number, name):
-                event = events.event_of(line)
-                self.apply(event)
-                if event["event"] == events.EVENT_PROPOSED:
-                    config = self.plan.config(event["trial"].overrides)
-                    ds_config.check_sections(config, where=event["trial"].name)
+
+        def apply(event: Mapping[str, Any]) -> None:
+            self.apply(event)
+            if event["event"] == events.EVENT_PROPOSED:
+                config = self.plan.config(event["trial"].overrides)
+                ds_config.check_sections(config, where=event["trial"].name)
+
+        events.replay(lines, apply, name)
 
     def apply(self, event: Mapping[str, Any]) -> None:
         """Apply one event; of an event of an unknown kind, only the duration counts."""
@@ -103,7 +101,6 @@ class Run:
         if kind == events.EVENT_START:
             self.has_begun = True
             self.plan = event["plan"]
-            self._objective = event["plan"].objective
             self.info = event["info"]
         elif kind == events.EVENT_EARLIER:
             self.earlier.add(trial.id)
@@ -140,26 +137,25 @@ class Run:
 
     def _finish(self, trial_id: int, outcome: Outcome, at_s: float | None = None) -> None:
         self.outcomes[trial_id] = outcome
-        self._measured += outcome.ok
         self.ended_at_s[trial_id] = at_s
         self.ended_s[trial_id] = self.running_s
         trial = self.trials[trial_id]
         self.batch_flag.update(trial, outcome, self.plan.own_batch.micro_batch)
         if trial.profiles:
             self.profiled = outcome
-        value = outcome.value(self._objective)
+        value = outcome.value(self.plan.objective)
         if trial.kind in (TrialKind.PROFILE, TrialKind.REPEAT):
             return
         if trial.kind is TrialKind.FINAL:
             # Another version of dsat may have run more pairs than this version requires.
             if self.finals is not None and not self.finals.over:
-                log_value = None if value is None else self._objective.log_value(value)
+                log_value = None if value is None else self.plan.objective.log_value(value)
                 self.finals.record(log_value, may_repeat=not outcome.kind.is_unsafe)
                 self._check_training(self.finals)
             return
         if (
             value is not None
-            and self._objective.is_better(value, self.value(self.leader))
+            and self.plan.objective.is_better(value, self.value(self.leader))
             and self.plan.admits(trial.batch)
         ):
             self.leader = trial
@@ -178,24 +174,20 @@ class Run:
         self.finals = Finals(own, candidates, rules, same_batch=event["same_batch"])
 
     def _enter_final(self, trial: Trial) -> None:
-        if self.finals is None or self.finals.turn is None:
+        if self.finals is None or self.finals.over:
             return
-        turn = self.finals.turn
-        if turn.role is Role.SAME_BATCH:
+        again = self.finals.repeated_id
+        if again is None:
             self.same_batch_final = trial
         else:
-            own = self.finals.own.trial_id
-            self.repeated[trial.id] = own if turn.trial_id is None else turn.trial_id
+            self.repeated[trial.id] = again
 
     def _check_training(self, finals: Finals) -> None:
         if finals.pick is None:
             return
-        assert self.baseline is not None
         pick = self.trials[finals.pick.trial_id]
         same_batch = None if finals.same_batch_gain is None else self.same_batch_final
-        found = self.training.find_excluded(
-            self.plan, self.baseline, pick, same_batch, self.changes, self.deepspeed_version
-        )
+        found = check_of(self).find_excluded(pick, same_batch)
         self.disqualified |= found
         if pick.id in found:
             finals.disqualify()
@@ -208,7 +200,7 @@ class Run:
         if value is None or outcome.metrics is None:
             raise ValueError(f"trial {trial.id} was not measured")
         memory, error = outcome.memory, outcome.metrics.standard_error
-        log_value = self._objective.log_value(value)
+        log_value = self.plan.objective.log_value(value)
         return Contestant(
             trial_id=trial.id,
             log_value=log_value,
@@ -263,7 +255,7 @@ class Run:
         """Best trial that surely beats the user's own by enough, or cannot be compared with it."""
         admitted = [trial for trial in searched(self) if self.plan.admits(trial.batch)]
         eligible = [trial for trial in admitted if trial.id not in self.disqualified]
-        ranked = sorted(eligible, key=lambda t: self._objective.loss(self.value(t) or 0.0))
+        ranked = sorted(eligible, key=lambda t: self.plan.objective.loss(self.value(t) or 0.0))
         return next((trial for trial in ranked if _surely_beats(self, trial)), None)
 
     def gain_of(self, trial: Trial | None) -> Gain | None:
@@ -281,7 +273,8 @@ class Run:
         first, then = self.contestant(own), self.contestant(trial)
         errors = first.standard_error, then.standard_error
         variation = self.variation or _variation_of_repeat(self)
-        margin = margin_of_single_runs(errors, self._measured, variation)
+        ran = sum(outcome.ok for outcome in self.outcomes.values())
+        margin = margin_of_single_runs(errors, ran, variation)
         return Gain.of_log(then.log_value - first.log_value, margin)
 
     @property
@@ -334,7 +327,7 @@ class Run:
     def value(self, trial: Trial | None) -> float | None:
         """Return the objective's value of a trial; None if it was not measured."""
         outcome = None if trial is None else self.outcomes.get(trial.id)
-        return None if outcome is None else outcome.value(self._objective)
+        return None if outcome is None else outcome.value(self.plan.objective)
 
 
 def _surely_beats(run: Run, trial: Trial) -> bool:
@@ -355,6 +348,15 @@ def _variation_of_repeat(run: Run) -> Variation | None:
         return None
     log_value = run.plan.objective.log_value
     return Variation(abs(log_value(second) - log_value(first)) / math.sqrt(2), 1)
+
+
+def check_of(run: Run) -> TrainingCheck:
+    """Return the comparison of trainings with the user's own configuration, which ended."""
+    assert run.baseline is not None
+    trials, outcomes, version = run.trials, run.outcomes, run.deepspeed_version
+    return TrainingCheck(
+        run.plan, run.baseline, trials, outcomes, run.repeated, run.changes, version
+    )
 
 
 def searched(run: Run) -> list[Trial]:
@@ -382,10 +384,9 @@ def typical_outcome(run: Run, trial: Trial) -> Outcome | None:
     Once a search resumes after finals, those re-runs are ignored.
     """
     has_pairs = run.finals is not None and run.finals.pairs
-    repeated = run.repeated.items() if has_pairs else ()
-    finals = [i for i, again in repeated if again == trial.id]
-    again = [run.trials[i] for i in finals if run.trials[i] is not run.repeat]
-    ran = sorted((value, t.id) for t in again if (value := run.value(t)) is not None)
+    again = [run.trials[i] for i, repeated in run.repeated.items() if repeated == trial.id]
+    finals = [each for each in again if each.kind is TrialKind.FINAL and has_pairs]
+    ran = sorted((value, t.id) for t in finals if (value := run.value(t)) is not None)
     return run.outcomes[ran[(len(ran) - 1) // 2][1]] if ran else run.outcomes.get(trial.id)
 
 

@@ -15,7 +15,7 @@ from dsat.run.comparison import Variation
 from dsat.run.history import Measured
 from dsat.run.run import Run
 from dsat.run.trial_costs import TrialCosts
-from dsat.run.trial_factory import SEARCHED, TrialFactory
+from dsat.run.trial_factory import SEARCHED, make_trial
 from dsat.search import SEARCHES
 from dsat.search.base import (
     EXHAUSTED,
@@ -23,24 +23,18 @@ from dsat.search.base import (
     Observation,
     Problem,
     Proposal,
-    Source,
     Stop,
     Wait,
 )
 from dsat.search.threads import one_thread
-from dsat.space.locate import Location, Locator
+from dsat.space.locate import Locator, Point
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import Plan
 from dsat.space.space import Space
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 
-_SOURCES = {
-    TrialKind.BASELINE: Source.BASELINE,
-    TrialKind.SEARCH: Source.SEARCH,
-    TrialKind.FINAL: Source.FINAL,
-    TrialKind.REPEAT: Source.BASELINE,
-}
+_OBSERVED = (TrialKind.BASELINE, TrialKind.SEARCH, TrialKind.REPEAT)
 _MOST_REPEATED = 1000  # consecutive proposals of known configurations that end a search
 
 
@@ -51,11 +45,9 @@ class SearchPhase:
     `forecast` is None if memory is not predicted, or if nothing was predicted to fit.
     """
 
-    def __init__(
-        self, plan: Plan, run: Run, trials: TrialFactory, space: Space, basis: Basis | None
-    ) -> None:
+    def __init__(self, plan: Plan, run: Run, space: Space, basis: Basis | None) -> None:
         assert run.profile is not None
-        self._plan, self._run, self._trials, self._space = plan, run, trials, space
+        self._plan, self._run, self._space = plan, run, space
         self.forecast = None if basis is None else Forecast(basis, plan, run.profile, space)
         self._costs = TrialCosts(plan, run)
         self._by_digest: dict[str, int] = {}
@@ -65,17 +57,15 @@ class SearchPhase:
         self._update_predictions()
         if self.forecast is not None and not self._anything_fits(self.forecast):
             self.forecast = None  # that is wrong, because the model ran
-        search = SEARCHES[plan.method]
-        ramps = plan.ramp and search.ramps
-        problem = Problem(run.profile, plan.objective, space, plan.seed, ramp=ramps)
-        self._search = search(problem, **plan.search_options)
+        problem = Problem(run.profile, plan.objective, space, plan.seed, ramp=plan.ramp)
+        self._search = SEARCHES[plan.method](problem, **plan.search_options)
         self._context = Context(self.forecast, self._costs)
 
     def find_reusable(self, earlier: Iterable[Measured]) -> Iterator[tuple[Trial, Measured]]:
         """Yield new trials for points that earlier runs measured; see `Decisions.find_reusable`."""
         for each in earlier:
-            trial, location = each.trial, self._observations.location(each.trial)
-            if trial.kind is TrialKind.PROFILE or location is None or not location.is_exact:
+            trial, (_, is_exact) = each.trial, self._observations.locate(each.trial)
+            if trial.kind is TrialKind.PROFILE or not is_exact:
                 continue
             known = self._equal_trial(trial.overrides, trial.script_args)
             if known is None and self._plan.admits(trial.batch):
@@ -85,8 +75,8 @@ class SearchPhase:
 
     def predicted(self, trial: Trial) -> float | None:
         """Return the search's prediction of a trial's log value; None if it has none."""
-        location = self._observations.location(trial)
-        return None if location is None else self._search.predicted(location.point)
+        point, _ = self._observations.locate(trial)
+        return None if point is None else self._search.predicted(point)
 
     @one_thread()
     def propose(self) -> Trial | Wait | Stop:
@@ -106,22 +96,19 @@ class SearchPhase:
 
     def _check(self, answer: Any) -> None:
         """Raise UserInputError if the answer of a registered search is invalid."""
-        problem = ""
+        is_valid = isinstance(answer, (Wait, Stop))
         if isinstance(answer, Proposal):
-            point, counts = answer.point, [branch.count for branch in self._space.branches]
-            if point.branch not in range(len(counts)):
-                problem = "belongs to no branch of the space"
-            elif point.index not in range(counts[point.branch]):
-                problem = "has settings that its branch lacks"
-            elif type(point.micro_batch) is not int or point.micro_batch < 1:
-                problem = "has no positive micro batch"
-            elif not all(type(value) is int for value in answer.note.values()):
-                problem = "has a note whose values are not whole numbers"
-        elif not isinstance(answer, (Wait, Stop)):
-            problem = "is no Proposal, Wait or Stop"
-        if problem:
+            point, branches = answer.point, self._space.branches
+            is_valid = (
+                point.branch in range(len(branches))
+                and point.index in range(branches[point.branch].count)
+                and type(point.micro_batch) is int
+                and point.micro_batch > 0
+                and all(type(value) is int for value in answer.note.values())
+            )
+        if not is_valid:
             raise UserInputError(
-                f"the answer of its `propose` {problem}: {answer!r}",
+                f"its `propose` must return a Proposal of the space, Wait or Stop, not {answer!r}",
                 where=f"search {self._plan.method!r}",
             )
 
@@ -143,10 +130,10 @@ class SearchPhase:
         """Return the id of an equal baseline or search trial; None if there is none."""
         for trial in list(self._run.trials.values())[self._indexed :]:
             if trial.kind in SEARCHED and not self._run.batch_flag.supersedes(trial):
-                digest = self._trials.fingerprint(trial.overrides, trial.script_args)
+                digest = self._plan.fingerprint(trial.overrides, trial.script_args)
                 self._by_digest.setdefault(digest, trial.id)
         self._indexed = len(self._run.trials)
-        return self._by_digest.get(self._trials.fingerprint(overrides, script_args))
+        return self._by_digest.get(self._plan.fingerprint(overrides, script_args))
 
     def _make(
         self,
@@ -155,16 +142,16 @@ class SearchPhase:
         script_args: Mapping[str, Any],
         proposal: Proposal | None = None,
     ) -> Trial:
-        predicted_bytes = None
-        if self.forecast is not None:
-            predicted_bytes = self.forecast.predicted_bytes(overrides, script_args)
-        return self._trials.make(
+        forecast = self.forecast
+        needed = None if forecast is None else forecast.predicted_bytes(overrides, script_args)
+        return make_trial(
+            self._run,
             TrialKind.SEARCH,
             overrides,
             batch,
             script_args,
             proposal=proposal,
-            predicted_bytes=predicted_bytes,
+            predicted_bytes=needed,
         )
 
     def _update_predictions(self) -> None:
@@ -174,7 +161,7 @@ class SearchPhase:
             trial = self._run.trials[trial_id]
             if self.forecast is not None:
                 self.forecast.learn(trial.overrides, trial.script_args, outcome)
-            if trial.kind in _SOURCES:
+            if trial.kind is not TrialKind.PROFILE:
                 self._costs.update(trial, outcome)
         self._learned = len(ended)
 
@@ -190,13 +177,13 @@ class _Observations:
     def __init__(self, plan: Plan, run: Run, space: Space) -> None:
         self._plan, self._run = plan, run
         self._locator = Locator(space)
-        self._locations: dict[int, Location | None] = {}  # by trial id
+        self._locations: dict[int, tuple[Point | None, bool]] = {}  # by trial id
         self.equal: list[tuple[Proposal, int]] = []  # proposals, and ids of equal trials
 
     def list_all(self) -> list[Observation]:
         """Return observations: trials by their start, then proposals that equal a trial."""
         run = self._run
-        trials = [t for t in run.trials.values() if t.kind in _SOURCES]
+        trials = [t for t in run.trials.values() if t.kind in _OBSERVED]
         trials = [trial for trial in trials if not run.batch_flag.supersedes(trial)]
         variation = run.variation
         found = [self._observe(trial, variation) for trial in trials]
@@ -207,32 +194,29 @@ class _Observations:
                     observed,
                     point=proposal.point,
                     is_exact=True,
-                    source=Source.SEARCH,
                     arm=proposal.arm,
                     note=proposal.note,
                 )
             )
         return _blame_micro_batches(found)
 
-    def location(self, trial: Trial) -> Location | None:
+    def locate(self, trial: Trial) -> tuple[Point | None, bool]:
         return self._locator.locate(trial.overrides, trial.script_args, trial.batch)
 
     def _observe(self, trial: Trial, variation: Variation | None) -> Observation:
         if trial.id not in self._locations:
-            self._locations[trial.id] = self.location(trial)
-        location, outcome = self._locations[trial.id], self._run.outcomes.get(trial.id)
+            self._locations[trial.id] = self.locate(trial)
+        (point, is_exact), outcome = self._locations[trial.id], self._run.outcomes.get(trial.id)
         if outcome is not None and outcome.metrics is not None and variation is not None:
             # The finals measured the run-to-run variation.
             metrics = outcome.metrics.at_least_as_uncertain(variation.sd)
             outcome = replace(outcome, metrics=metrics)
         is_admitted = self._plan.admits(trial.batch)
-        is_earlier = trial.id in self._run.earlier and trial.kind is TrialKind.SEARCH
         return Observation(
-            None if location is None else location.point,
+            point,
             trial.batch,
             outcome,
-            Source.EARLIER_RUN if is_earlier else _SOURCES[trial.kind],
-            is_exact=location is not None and location.is_exact and is_admitted,
+            is_exact=is_exact and is_admitted,
             is_admitted=is_admitted,
             neighbours=0 if outcome is None else self._run.neighbours.get(trial.id, 0),
             arm=trial.lineage,

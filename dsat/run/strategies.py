@@ -15,7 +15,7 @@ from dsat.command import ds_config
 from dsat.command.switches import SWITCHES
 from dsat.memory import closed_form
 from dsat.memory.facts import ModelFacts
-from dsat.space.deepspeed_settings import smallest_buckets
+from dsat.space.deepspeed_settings import SECTIONS, smallest_buckets
 from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.space.plan import Plan
 from dsat.space.space import Space
@@ -24,7 +24,6 @@ from dsat.values.parallelism import Parallelism
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import LADDER, NONE, NVME, Strategy, of_config
 
-_SECTIONS = ("offload_optimizer", "offload_param")
 # Facts of a made-up model that is large compared to any bucket, to order strategies by memory.
 _SOME_MODEL = ModelFacts(
     num_params=10**11,
@@ -43,7 +42,7 @@ def searched(plan: Plan) -> tuple[Strategy, ...]:
     without offloading, offloading only costs time.
     """
     strategies = [of_config(plan.base_config, stage) for stage in plan.searched_stages]
-    if any(section in plan.tune for section in _SECTIONS):
+    if any(section in plan.tune for section in SECTIONS):
         strategies += [s for s in LADDER if _may_use(plan, s) and _offloads_as_asked(plan, s)]
     return tuple(dict.fromkeys(strategies))
 
@@ -137,16 +136,15 @@ def _may_use(plan: Plan, strategy: Strategy) -> bool:
     if strategy.stage not in plan.searched_stages:
         return False
     own = of_config(plan.base_config, strategy.stage)
-    for section, wanted in strategy.offloading.items():
-        if wanted == own.offloading[section]:
-            continue
-        if wanted == NVME and plan.nvme_path is None:
-            return False
-        if section in plan.fixed:
-            return False
-        if not plan.offload_helps and section not in plan.tune:
-            return False
-    return True
+    return all(
+        wanted == own.offloading[section]
+        or (
+            (wanted != NVME or plan.nvme_path is not None)
+            and section not in plan.fixed
+            and (plan.offload_helps or section in plan.tune)
+        )
+        for section, wanted in strategy.offloading.items()
+    )
 
 
 def _offloads_as_asked(plan: Plan, strategy: Strategy) -> bool:

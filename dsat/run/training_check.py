@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from dsat.command import ds_config
@@ -38,21 +39,28 @@ def training_with(config: Mapping[str, Any], gas: int, plan: Plan) -> hazards.Tr
     )
 
 
+@dataclass(frozen=True)
 class TrainingCheck:
-    """Comparison of the losses and gradients of trials; for the arguments see `Run`."""
+    """Comparison of the losses and gradients of trials with the user's own configuration.
 
-    def __init__(
-        self,
-        trials: Mapping[int, Trial],
-        outcomes: Mapping[int, Outcome],
-        repeated: Mapping[int, int],
-    ) -> None:
-        self._trials, self._outcomes, self._repeated = trials, outcomes, repeated
+    Attributes:
+        own: first trial of the user's own configuration.
+        trials, outcomes, repeated: as in `Run`.
+        changes: returns a trial's settings that differ from the user's own, with both values.
+        version: DeepSpeed's version; None if unknown.
+    """
 
-    def compare(self, plan: Plan, own: Trial, trial: Trial) -> Finding:
-        own_curves = self._curves(own)
-        precision = same_training.precision_of(plan.config({}))
-        same_batch = trial.batch.train_batch_size == own.batch.train_batch_size
+    plan: Plan
+    own: Trial
+    trials: Mapping[int, Trial]
+    outcomes: Mapping[int, Outcome]
+    repeated: Mapping[int, int]
+    changes: Callable[[Trial], Mapping[str, Any]]
+    version: str | None = None
+
+    def compare(self, trial: Trial) -> Finding:
+        own_curves, precision = self._curves(self.own), self._precision
+        same_batch = trial.batch.train_batch_size == self.own.batch.train_batch_size
         finding = Finding(Agreement.UNKNOWN, "no losses were recorded")
         for curve in self._curves(trial):
             finding = same_training.compare(
@@ -62,15 +70,7 @@ class TrainingCheck:
                 break
         return finding
 
-    def find_excluded(
-        self,
-        plan: Plan,
-        own: Trial,
-        pick: Trial,
-        same_batch: Trial | None,
-        changes: Callable[[Trial], Mapping[str, Any]],
-        version: str | None = None,
-    ) -> dict[int, str]:
+    def find_excluded(self, pick: Trial, same_batch: Trial | None) -> dict[int, str]:
         """Return which trials the finals exclude, as reasons by trial id.
 
         Losses of another global batch cannot be compared, so a pick is also excluded if its
@@ -78,56 +78,42 @@ class TrainingCheck:
 
         Args:
             same_batch: the run at the user's global batch; None before it, or without one.
-            changes, version: as in `disqualification`.
         """
-        reason = self.disqualification(plan, own, pick, changes, version)
-        if reason is not None or same_batch is None:
-            return {} if reason is None else {pick.id: reason}
-        reason = self.disqualification(plan, own, same_batch, changes, version)
-        if reason is None:
+        reason = self.disqualification(pick)
+        if reason is not None:
+            return {pick.id: reason}
+        reason = None if same_batch is None else self.disqualification(same_batch)
+        if reason is None or same_batch is None:
             return {}
         if same_batch.strategy != pick.strategy:
             return {same_batch.id: reason}
         return {pick.id: f"at your global batch, {reason}"}
 
-    def disqualification(
-        self,
-        plan: Plan,
-        own: Trial,
-        pick: Trial,
-        changes: Callable[[Trial], Mapping[str, Any]],
-        version: str | None = None,
-    ) -> str | None:
-        """Return why a pick that trains differently cannot win; None if it may.
-
-        Args:
-            changes: returns a trial's settings that differ from the user's own, with both values.
-            version: DeepSpeed's version; None if unknown.
-        """
-        finding = self.compare(plan, own, pick)
+    def disqualification(self, pick: Trial) -> str | None:
+        """Return why a pick that trains differently cannot win; None if it may."""
+        finding = self.compare(pick)
         if not finding.differs:
-            return self._compare_uncounted(own, pick)
+            return self._compare_uncounted(pick)
         reason = f"on the same data it trains differently from yours. {finding.reason}"
         if finding.of_gradients:
-            return f"{reason}. {self._likely_wrong(plan, own, pick, version)}"
+            return f"{reason}. {self._likely_wrong(pick)}"
         same = [
-            changes(trial)
-            for trial in self._trials.values()
-            if trial.kind is TrialKind.SEARCH
-            and self.compare(plan, own, trial).agreement is Agreement.SAME
+            self.changes(trial)
+            for trial in self.trials.values()
+            if trial.kind is TrialKind.SEARCH and self.compare(trial).agreement is Agreement.SAME
         ]
-        blamed = same_training.suspects(changes(pick), same)
+        blamed = same_training.suspects(self.changes(pick), same)
         said = ", ".join(f"{key}={value[1]}" for key, value in blamed.items()) or "the batch sizes"
         return f"{reason}. Possible cause: {said}"
 
-    def _compare_uncounted(self, own: Trial, pick: Trial) -> str | None:
-        """Return why the throughputs of two trials cannot be compared; None if they can.
+    def _compare_uncounted(self, pick: Trial) -> str | None:
+        """Return why a pick's throughput cannot be compared with the user's own; None if it can.
 
         If samples were not counted, throughput assumes micro batches of the configured size. If the
         data loader forms batches of another size (by tokens, say), a larger configured micro batch
         only seems faster.
         """
-        its, yours = self._uncounted_tokens(pick), self._uncounted_tokens(own)
+        its, yours = self._uncounted_tokens(pick), self._uncounted_tokens(self.own)
         if not its or not yours or max(its, yours) <= _MOST_APART * min(its, yours):
             return None
         return (
@@ -137,31 +123,30 @@ class TrainingCheck:
 
     def _uncounted_tokens(self, trial: Trial) -> float:
         """Return tokens per assumed sample; 0 if samples were counted, or tokens were not."""
-        outcome = self._outcomes[trial.id]
+        outcome = self.outcomes[trial.id]
         metrics = outcome.metrics
         if metrics is None or UNCOUNTED not in outcome.warnings or metrics.throughput <= 0:
             return 0.0
         return (metrics.tokens_per_second or 0.0) / metrics.throughput
 
-    def _likely_wrong(self, plan: Plan, own: Trial, pick: Trial, version: str | None) -> str:
+    def _likely_wrong(self, pick: Trial) -> str:
         """Describe which trial likely has wrong gradients, by known faults or by other trials."""
-        pair = {_OWN: own, "this configuration": pick}
+        version, pair = self.version, {_OWN: self.own, "this configuration": pick}
         by_fault = {
             name: found[0].describe(version or "")
             for name, trial in pair.items()
-            if (found := hazards.find(version, training_of(plan, trial), hazards.GRADIENTS))
+            if (found := hazards.find(version, training_of(self.plan, trial), hazards.GRADIENTS))
         }
         if len(by_fault) == 1:
             [(name, fault)] = by_fault.items()
             return f"Likely wrong: {name}. {fault}"
-        precision = same_training.precision_of(plan.config({}))
         for_name = dict.fromkeys(pair, 0)
-        for trial in self._trials.values():
-            if trial.strategy in (own.strategy, pick.strategy):
+        for trial in self.trials.values():
+            if trial.strategy in (self.own.strategy, pick.strategy):
                 continue
             for name, each in pair.items():
                 agree = [
-                    same_training.norms_agree(one, two, precision)
+                    same_training.norms_agree(one, two, self._precision)
                     for one in self._curves(each)[:1]
                     for two in self._curves(trial)[:1]
                     if trial.batch.train_batch_size == each.batch.train_batch_size
@@ -172,7 +157,11 @@ class TrainingCheck:
         wrong, right = sorted(for_name, key=for_name.__getitem__)
         return f"Likely wrong: {wrong}, because trials of other strategies agree with {right}"
 
+    @property
+    def _precision(self) -> str:
+        return same_training.precision_of(self.plan.config({}))
+
     def _curves(self, trial: Trial) -> list[TrainingCurve]:
-        ids = [trial.id, *(i for i, again in self._repeated.items() if again == trial.id)]
-        curves = [self._outcomes[i].training for i in ids if i in self._outcomes]
+        ids = [trial.id, *(i for i, again in self.repeated.items() if again == trial.id)]
+        curves = [self.outcomes[i].training for i in ids if i in self.outcomes]
         return [curve for curve in curves if curve is not None]

@@ -37,7 +37,6 @@ class Tuner:
         info: names, versions and machine, for the first line of a new journal.
         earlier: trials of earlier runs to use again.
         clock: monotonic clock in seconds, for displayed durations only.
-        time_of_day: clock in seconds since the epoch, for dates of events; None for no dates.
         last_event_s: time of the last event, or of the command's start, by `clock`; by default the
             present time.
 
@@ -54,7 +53,6 @@ class Tuner:
         info: Mapping[str, Any] | None = None,
         earlier: Sequence[Measured] = (),
         clock: Callable[[], float] = time.monotonic,
-        time_of_day: Callable[[], float] | None = None,
         last_event_s: float | None = None,
     ) -> None:
         self.plan = _continued(plan, journal.events)
@@ -62,11 +60,8 @@ class Tuner:
         self._journal = journal
         self._earlier = earlier
         self._clock = clock
-        self._time_of_day = time_of_day
         self._last_event_s = clock() if last_event_s is None else last_event_s
-        for number, line in enumerate(journal.events, start=1):
-            with journaled.raise_as_corrupt_journal(number):
-                self.decisions.apply(journaled.event_of(line))
+        journaled.replay(journal.events, self.decisions.apply)
         self._continue(plan, info or {})
 
     def _continue(self, plan: Plan, info: Mapping[str, Any]) -> None:
@@ -145,9 +140,8 @@ class Tuner:
     def _append(self, event: Mapping[str, Any]) -> None:
         """Write an event, then apply it."""
         now = self._clock()
-        event = {**event, "elapsed_s": round(max(0.0, now - self._last_event_s), 3)}
-        if self._time_of_day is not None:
-            event["time_s"] = round(self._time_of_day(), 3)
+        elapsed_s = round(max(0.0, now - self._last_event_s), 3)
+        event = {**event, "elapsed_s": elapsed_s, "time_s": round(time.time(), 3)}
         self._last_event_s = now
         self._journal.append(encode(event))
         self.decisions.apply(event)
@@ -173,18 +167,14 @@ def _continued(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
     """
     if not events:
         return plan
-    with journaled.raise_as_corrupt_journal(1):
-        earlier: Plan = journaled.event_of(events[0])["plan"]
+    first: list[dict[str, Any]] = []
+    journaled.replay(events[:1], first.append)
+    earlier: Plan = first[0]["plan"]
     difference = difference_to(plan, earlier)
     if difference is not None:
         raise JournalMismatch(
             f"Cannot resume: {difference}. Resume with the options and files that the run was "
             "started with, or start a new run."
         )
-    return replace(
-        earlier,
-        max_trials=plan.max_trials,
-        finals=plan.finals,
-        indifference=plan.indifference,
-        faulty_stages=plan.faulty_stages,
-    )
+    new = (*journaled.OF_A_BUDGET, "faulty_stages")
+    return replace(earlier, **{name: getattr(plan, name) for name in new})

@@ -11,7 +11,7 @@ import bisect
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,6 @@ from dsat.search.base import (
     Observation,
     Problem,
     Proposal,
-    Source,
     Stop,
     Wait,
     largest_micro_batch,
@@ -189,7 +188,7 @@ class Arms:
         if problem.ramp:
             self._limit_growth(observations)
         for position, each in enumerate(observations):
-            if each.point is not None and each.is_exact and each.source is not Source.FINAL:
+            if each.point is not None and each.is_exact:
                 self._observe(position, each.point, each)
 
     def _limit_growth(self, observations: Sequence[Observation]) -> None:
@@ -203,7 +202,7 @@ class Arms:
         too_large: defaultdict[int, list[int]] = defaultdict(list)
         for each in observations:
             point, outcome = each.point, each.outcome
-            if point is None or outcome is None or each.source is Source.FINAL:
+            if point is None or outcome is None:
                 continue
             value, size = outcome.value(objective), each.batch.micro_batch
             if value is not None and outcome.metrics is not None:
@@ -321,7 +320,9 @@ class Arms:
             left = [n for n in left if self.branches[n].failures == least]
             new = [n for n in left if not drawn[n]]
             number = new[0] if new else left[int(self.rng.integers(len(left)))]
-            index = _undrawn(branches[number].count, drawn[number], self.rng)
+            index = 0  # the first settings are drawn first
+            while index in drawn[number]:
+                index = int(self.rng.integers(branches[number].count))
             drawn[number].add(index)
             arm = self.arm(number, index)
             known = self.branches[number]
@@ -371,15 +372,3 @@ class Arms:
         branches = zip(self.branches, self.problem.space.branches, strict=True)
         is_whole = not any(b.is_abandoned and len(b.drawn) < its.count for b, its in branches)
         return Stop(EXHAUSTED if is_whole else _ABANDONED)
-
-
-def _undrawn(count: int, drawn: Collection[int], rng: np.random.Generator) -> int:
-    """Draw a number below `count` that was not drawn yet; 0 is drawn first."""
-    if not drawn:
-        return 0
-    if count > 2 * len(drawn):
-        while (index := int(rng.integers(count))) in drawn:
-            pass
-        return index
-    left = [index for index in range(count) if index not in drawn]
-    return left[int(rng.integers(len(left)))]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import abc
-import enum
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
@@ -35,18 +34,9 @@ def early_stopping(help: str) -> Option:
 NO_NEW_BEST = early_stopping("end the search after N trials without a new best")
 
 
-class Source(enum.Enum):
-    """Origin of an observation."""
-
-    BASELINE = "baseline"
-    SEARCH = "search"
-    FINAL = "final"
-    EARLIER_RUN = "earlier run"
-
-
 @dataclass(frozen=True)
 class Observation:
-    """A trial that ended or is running.
+    """A trial that ended or is running; trials of the finals are no observations.
 
     Attributes:
         point: the trial's point in the space, or the nearest one; None if its strategy is not
@@ -62,7 +52,6 @@ class Observation:
     point: Point | None
     batch: BatchTriple
     outcome: Outcome | None
-    source: Source = Source.SEARCH
     is_exact: bool = True
     is_admitted: bool = True
     neighbours: int = 0
@@ -182,7 +171,7 @@ class Search(abc.ABC):
             observations: all trials, in the order in which they began.
 
         Returns:
-            A point that no exact observation has (except in finals), or why there is none.
+            A point that no exact observation has, or why there is none.
         """
 
     def predicted(self, point: Point) -> float | None:
@@ -197,7 +186,7 @@ class Search(abc.ABC):
 def stop_without_new_best(
     patience: int | None, observations: Sequence[Observation], objective: Objective
 ) -> Stop | None:
-    """Return `Stop` if the last trials brought no new best, else None; finals do not count.
+    """Return `Stop` if the last trials brought no new best, else None.
 
     Args:
         patience: number of trials without a new best after which to stop; None for no limit.
@@ -205,15 +194,14 @@ def stop_without_new_best(
     """
     if patience is None:
         return None
-    trials = (each for each in observations if each.source is not Source.FINAL)
-    best, since = count_since_best(trials, objective)
+    best, since = count_since_best(observations, objective)
     if best is None or since < patience:
         return None
     return Stop(f"no better configuration in the last {fmt.count(since, 'trial')}")
 
 
 def count_since_best(
-    observations: Iterable[Observation], objective: Objective
+    observations: Sequence[Observation], objective: Objective
 ) -> tuple[float | None, int]:
     """Return the best value (None if nothing ran) and the number of finished trials since then."""
     best, since = None, 0

@@ -40,6 +40,7 @@ from dsat.values.step_trace import (
 REDUCE = "reduce"
 ALL_TO_ALL = "alltoall"  # prefix of torch's names for it
 _STAGE_0_BUCKET = 5e8  # elements of an all-reduce in stage 0
+_HOP_S = 3.4e-6  # seconds between overlapped reductions: a hop of NCCL's Simple ring in a host
 _GATHERS = 32  # gathers of a large model that are not full prefetch buckets
 
 # Fraction of the bandwidth, seconds of a hop inside a host, and seconds of a hop between hosts.
@@ -62,29 +63,29 @@ class Network:
     per_host: int
     protocols: tuple[Protocol, ...]
 
-    def seconds(self, collectives: Collectives) -> tuple[float, float]:
-        """Return the seconds of collectives that bandwidth causes, and those that latency causes.
+    def seconds(self, collectives: Collectives) -> float:
+        """Return the seconds that collectives take.
 
         The latency of a ring grows with the number of ranks. NCCL's tree, for all-reduces only, has
         a latency that grows with the logarithm of the number of hosts (src/graph/tuning.cc).
         """
         ranks = collectives.ranks
         if ranks < 2:
-            return 0.0, 0.0
+            return 0.0
         inside = min(ranks, max(1, self.per_host // collectives.stride))
         hosts = math.ceil(ranks / inside)
         rounds = 2 if collectives.kind == ALL_REDUCE else 1
         moved_s = rounds * self._moved_s(collectives, inside, hosts)
 
-        def spent(protocol: Protocol) -> tuple[float, float]:
+        def spent(protocol: Protocol) -> float:
             part, hop_s, host_hop_s = protocol
             hops = rounds * ((ranks - hosts) * hop_s + (hosts - 1) * host_hop_s)
             if rounds > 1 and hosts > 1:  # NCCL uses a tree where that is faster
                 tree = (inside - 1) * hop_s + math.ceil(math.log2(hosts)) * host_hop_s
                 hops = min(hops, 2 * tree)
-            return moved_s / part, collectives.count * hops
+            return moved_s / part + collectives.count * hops
 
-        return min(map(spent, self.protocols), key=sum)
+        return min(map(spent, self.protocols))
 
     def _moved_s(self, collectives: Collectives, inside: int, hosts: int) -> float:
         """Return the seconds to move the bytes once, without latency; hosts have `inside` ranks."""
@@ -171,29 +172,24 @@ def _kept_live(settings: Mapping[str, Any], params: float) -> float:
     return min(1.0, max(live, reuse / 2) / max(1.0, params))
 
 
-def columns(
-    collectives: Iterable[Collectives], network: Network, unit_s: float
-) -> dict[str, float]:
+def columns(collectives: Iterable[Collectives], network: Network) -> dict[str, float]:
     """Return the columns of `step_time.work` that describe collectives.
 
     Args:
         collectives: those of the last micro step, and of each micro step before it.
-        unit_s: unit of latencies in seconds (`Hardware.latency_s`).
     """
     each, last = defaultdict[str, float](float), defaultdict[str, float](float)
     for group in collectives:
         found = last if group.last else each
-        moved, hops = network.seconds(group)
+        seconds = network.seconds(group)
         if group.phase == STEP:
-            found["boundary"] += moved
-            found["boundaries"] += hops / unit_s
+            found["boundary"] += seconds
         elif not group.overlapped:
-            found["waited"] += moved + hops
+            found["waited"] += seconds
         elif group.kind == ALL_GATHER:  # half of it in each pass
-            found["gathered"] += moved / 2
-            found["gathers"] += hops / unit_s / 2
+            found["gathered"] += seconds / 2
         else:
-            found["reduced"] += moved + hops
+            found["reduced"] += seconds + _HOP_S * group.count
             found["reductions"] += group.count
     return {
         "reduced": each["reduced"],
@@ -201,7 +197,5 @@ def columns(
         "reductions": last["reductions"],
         "waited": each["waited"],
         "gathered": each["gathered"],
-        "gathers": each["gathers"],
         "boundary": last["boundary"] + last["waited"] - each["waited"],
-        "boundaries": last["boundaries"],
     }

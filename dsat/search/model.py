@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -24,7 +23,8 @@ from dsat.search.base import (
     stop_without_new_best,
 )
 from dsat.search.choice import Chooser, TooDear
-from dsat.search.predictions import Configurations, Predictions
+from dsat.search.configurations import Configurations
+from dsat.search.predictions import Predictions
 from dsat.space.locate import Point
 
 
@@ -63,16 +63,16 @@ class ModelSearch(Search):
         super().__init__(problem)
         self._stop_when = stop_when
         self._patience = early_stopping
-        self._configurations = Configurations.build(problem)
+        self._configurations = Configurations(problem)
         self._known: Predictions | None = None  # fitted at the last decision
 
     def propose(self, observations: Sequence[Observation], context: Context) -> Decision:
         stop = stop_without_new_best(self._patience, observations, self.problem.objective)
         if stop is not None or not self.problem.space.micro_batches:
             return stop or Stop(EXHAUSTED)
-        configurations = replace(self._configurations, memory=context.memory)
-        self._known = known = Predictions.fit(configurations, observations)
-        may_stop = self._stop_when > 0 and known.num_measured > 0
+        self._configurations.set_memory(context.memory)
+        self._known = known = Predictions(self._configurations, observations)
+        may_stop = self._stop_when > 0 and len(known.measured) > 0
         is_running = any(each.outcome is None for each in observations)
         try:
             choice = Chooser(known, context.costs, self._stop_when).choose(observations)
@@ -92,5 +92,5 @@ class ModelSearch(Search):
         if self._known is None:
             return None
         key, size = (point.branch, point.index), np.array([point.micro_batch])
-        points = self._known.configurations.points([key], np.zeros(1, int), size)
+        points = self._known.configurations.points([key], size)
         return float(self._known.log_rate(points)[0])

@@ -12,22 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from dsat.search.base import Memory, Observation, Problem, Source, largest_micro_batch
-from dsat.search.candidates import Settings
+from dsat.search.base import Observation
+from dsat.search.configurations import GROUPS, Configurations, Key
 from dsat.search.feasibility import Ended, Feasibility
 from dsat.search.normal import Array
-from dsat.search.speed import Points, Posterior, Prior
+from dsat.search.speed import Points
 from dsat.search.speed import fit as fit_speed
-from dsat.search.step_time import COLUMNS, Job
-from dsat.space.locate import Point
-from dsat.values.objective import Objective
-from dsat.values.outcome import Metrics, OutcomeKind
-
-Key = tuple[int, int]
-"""Key of settings: the number of a branch, and the index of the settings in it."""
-
-_MOST_FITTED = 64  # most measurements that are fitted, which bounds the time of a decision
-_GROUPS = COLUMNS.index("data_parallel")
+from dsat.values.outcome import OutcomeKind
 
 
 @dataclass
@@ -37,131 +28,39 @@ class History:
     Attributes:
         sizes: micro batches that were tried.
         ran: the largest micro batch that ran; 0 if none did.
-        below: only micro batches smaller than this may be tried.
-        abandoned: whether no micro batch may be tried, after two timeouts or another kind of error.
+        below: only micro batches smaller than this may be tried; 0 after two timeouts or another
+            kind of error.
     """
 
     sizes: set[int] = field(default_factory=set)
     ran: int = 0
     below: float = math.inf
     timeouts: int = 0
-    abandoned: bool = False
 
     def add(self, micro_batch: int, ended: Ended) -> None:
         if ended.outcome.ok:
             self.ran = max(self.ran, micro_batch)
         elif ended.is_too_large:
-            self.below = min(self.below, micro_batch)
             self.timeouts += ended.outcome.kind is OutcomeKind.TIMEOUT
-            self.abandoned |= self.timeouts > 1
+            self.below = min(self.below, micro_batch if self.timeouts < 2 else 0)
         else:
-            self.abandoned = True
+            self.below = 0
 
     def admits(self, micro_batch: int) -> bool:
-        return not self.abandoned and micro_batch < self.below and micro_batch not in self.sizes
+        return micro_batch < self.below and micro_batch not in self.sizes
 
     def admits_any(self, micro_batches: Sequence[int]) -> bool:
         """Return whether any of these micro batches (ascending) may be tried."""
         smaller = itertools.takewhile(lambda size: size < self.below, micro_batches)
-        return not self.abandoned and any(size not in self.sizes for size in smaller)
+        return any(size not in self.sizes for size in smaller)
 
 
-@dataclass(frozen=True)
-class Configurations:
-    """The configurations of a problem, in the form that the models of speed and failures use."""
-
-    problem: Problem
-    settings: Settings
-    prior: Prior
-    memory: Memory | None = None
-
-    @classmethod
-    def build(cls, problem: Problem) -> Configurations:
-        space = problem.space
-        hosts = space.freedom.slots_per_host
-        job = Job.of_profile(problem.profile, slots=space.slots, slots_per_host=hosts)
-        settings = Settings(space, job)
-        return cls(problem, settings, Prior(job.hardware, settings.effects))
-
-    @cached_property
-    def sample_part(self) -> float:
-        """Fraction of the device's memory that the activations of a sample take."""
-        profile = self.problem.profile
-        return max(1, profile.activation_bytes_per_sample) / profile.slot_memory_bytes
-
-    def settings_of(self, key: Key) -> Mapping[str, Any]:
-        branch, index = key
-        return self.problem.space.branches[branch].settings(index)
-
-    def edge(self, key: Key) -> float:
-        """Return the limit of micro batches: the largest that should fit, plus 0.5."""
-        found = self._edges.get(key)
-        if found is None:
-            largest = largest_micro_batch(self.problem, self.memory, self.settings_of(key))
-            found = self._edges[key] = math.floor(largest) + 0.5
-        return found
-
-    @cached_property
-    def _edges(self) -> dict[Key, float]:
-        """Cache of `edge` for one decision, because memory predictions change between decisions."""
-        return {}
-
-    def points(
-        self,
-        keys: Sequence[Key],
-        where: Any,
-        micro_batch: Array,
-        gas: Array | None = None,
-        is_alone: Any = True,
-    ) -> Points:
-        """Return n configurations as `Points`.
-
-        Args:
-            where: position of each configuration's settings in `keys`, (n,).
-            micro_batch: micro batch of each configuration, (n,).
-            gas: accumulation steps of each, (n,); by default those of `Space.accumulation`.
-            is_alone: whether no other trials ran at the same time, (n,).
-        """
-        rows = [self.settings.row(*key) for key in keys]
-        edges = np.array([self.edge(key) for key in keys])
-        size = np.asarray(micro_batch, float)
-        work = np.array([row.work for row in rows]).reshape(len(keys), len(COLUMNS))[where]
-        num_traits = len(self.settings.effects)
-        traits = np.array([row.traits for row in rows]).reshape(len(keys), num_traits)[where]
-        if gas is None:
-            groups, own = work[:, _GROUPS], np.array([row.gas for row in rows])[where]
-            gas = self.problem.space.accumulation(size, groups, own)
-        return Points(
-            work=work,
-            micro_batch=size,
-            gas=np.asarray(gas, float),
-            room=(edges[where] - size) * self.sample_part,
-            traits=self.settings.with_trial(traits, size, is_alone),
-        )
-
-    def log_work(self, points: Points) -> Array:
-        """Return log samples per step, (n,); subtract log seconds to get the log rate.
-
-        Return 0 instead if a smaller metric is better, as for times.
-        """
-        work: Array = np.log(points.micro_batch * points.gas * points.work[:, _GROUPS])
-        return np.zeros(len(work)) if self.problem.objective.smaller_is_better else work
-
-    def octaves(self, points: Points) -> Array:
-        """Return log2 of the ratio of the micro batches to the largest that should fit, (n,)."""
-        edges = points.room / self.sample_part + points.micro_batch
-        octaves: Array = np.log2(points.micro_batch) - np.log2(np.maximum(edges, 0.5))
-        return octaves
-
-
-@dataclass(frozen=True)
 class Predictions:
     """Predictions for all configurations.
 
     Attributes:
         histories: past and running trials of each combination of settings.
-        num_measured: number of all measurements.
-        measured: points of the measurements that `speed` is fitted to.
+        measured: settings of the measurements.
         measured_points: the same as `Points`, as if each had run alone.
         running: running trials as `Points`.
         lacking: pairs of micro batch and accumulation steps for which data do not suffice; nor do
@@ -169,69 +68,51 @@ class Predictions:
         log_unit: log of the seconds that 0 stands for in `speed`; None before any measurement.
     """
 
-    configurations: Configurations
-    speed: Posterior
-    runs: Feasibility
-    histories: Mapping[Key, History]
-    num_measured: int
-    measured: Sequence[Point]
-    measured_points: Points
-    running: Points
-    lacking: Sequence[tuple[int, int]]
-    log_unit: float | None
-
-    @classmethod
-    def fit(cls, known: Configurations, observations: Sequence[Observation]) -> Predictions:
-        problem = known.problem
-        histories: dict[Key, History] = defaultdict(History)
-        ended, measured, running, lacking = [], [], [], []
+    def __init__(self, known: Configurations, observations: Sequence[Observation]) -> None:
+        self.configurations = known
+        self.histories: dict[Key, History] = defaultdict(History)
+        self.lacking: list[tuple[int, int]] = []
+        objective, profile = known.problem.objective, known.problem.profile
+        ended, measured, running = [], [], []
+        values, errors, latencies_s = [], [], []
         for each in observations:
             point, outcome = each.point, each.outcome
-            if point is None or each.source is Source.FINAL:
+            if point is None:
                 continue
             key = point.branch, point.index
-            history = histories[key]
+            history = self.histories[key]
             if each.is_exact:
                 history.sizes.add(point.micro_batch)
             if outcome is None:
-                running.append((point, each))
+                running.append(each)
                 continue
-            octaves = math.log2(each.batch.micro_batch / max(0.5, known.edge(key)))
-            ended.append(Ended(point.branch, known.settings.row(*key).values, octaves, outcome))
+            octaves = float(known.octaves([key], each.batch.micro_batch)[0])
+            ended.append(Ended(point.branch, known.row(key).values, octaves, outcome))
             if each.is_exact:
                 history.add(point.micro_batch, ended[-1])
             if outcome.smaller_may_run:
-                lacking.append((each.batch.micro_batch, each.batch.gas))
+                self.lacking.append((each.batch.micro_batch, each.batch.gas))
             if outcome.most_samples is not None:
-                lacking.append((outcome.most_samples + 1, each.batch.gas))
-            value = outcome.value(problem.objective)
+                self.lacking.append((outcome.most_samples + 1, each.batch.gas))
+            value = outcome.value(objective)
             if value is not None and 0 < value < math.inf:
                 assert outcome.metrics is not None
-                measured.append(_Measured(point, each, outcome.metrics, value))
-        fitted = _select(measured, problem.objective)
-        found = _locate(known, [(each.point, each.observation) for each in fitted])
-        sign = 1 if problem.objective.smaller_is_better else -1
-        log_s = known.log_work(found) + sign * np.log([each.value for each in fitted])
-        errors = np.array([each.metrics.standard_error for each in fitted], float)
-        alone = known.settings.with_trial(found.traits, found.micro_batch, True)
-        units = np.log([each.metrics.latency / 1000 for each in fitted]) - log_s
-        return cls(
-            known,
-            fit_speed(known.prior, found, log_s, errors),
-            Feasibility(
-                ended,
-                len(problem.space.branches),
-                predicted=known.memory is not None,
-                on_device=problem.profile.host_memory_bytes > 0,
-            ),
-            histories,
-            len(measured),
-            [each.point for each in fitted],
-            replace(found, traits=alone),
-            _locate(known, running),
-            lacking,
-            float(np.median(units)) if fitted else None,
-        )
+                measured.append(each)
+                values.append(objective.log_value(value))
+                errors.append(outcome.metrics.standard_error)
+                latencies_s.append(outcome.metrics.latency / 1000)
+        self.measured = _keys_of(measured)
+        self.running, found = _locate(known, running), _locate(known, measured)
+        log_s = known.log_work(found) - np.array(values)
+        self.speed = fit_speed(known.prior, found, log_s, np.array(errors))
+        on_device = profile.host_memory_bytes > 0
+        count, predicted = len(known.problem.space.branches), known.memory is not None
+        self.runs = Feasibility(ended, count, predicted=predicted, on_device=on_device)
+        alone = found.traits.copy()
+        alone[:, -1] = 1.0
+        self.measured_points = replace(found, traits=alone)
+        units = np.log(latencies_s) - log_s
+        self.log_unit = float(np.median(units)) if measured else None
 
     def seconds(self, log_s: Array) -> Array | None:
         """Convert predicted log times to seconds of a step; None before anything was measured."""
@@ -239,7 +120,7 @@ class Predictions:
 
     def log_rate(self, points: Points) -> Array:
         """Return the predicted log of the objective, up to a constant, (n,); larger is better."""
-        rates: Array = self.configurations.log_work(points) - self.speed.predict_mean(points)
+        rates: Array = self.configurations.log_work(points) - self.speed.predict(points)[0]
         return rates
 
     @cached_property
@@ -260,11 +141,10 @@ class Predictions:
         if not self.measured:
             return {}
         rates = self.measured_rates.copy()
-        own = np.array([point.branch == branch for point in self.measured])
+        own = np.array([key[0] == branch for key in self.measured])
         if own.any():
             rates[~own] = -np.inf
-        best = self.measured[int(np.argmax(rates))]
-        return self.configurations.settings_of((best.branch, best.index))
+        return self.configurations.settings_of(self.measured[int(np.argmax(rates))])
 
     @property
     def best_sizes(self) -> list[float]:
@@ -286,50 +166,33 @@ class Predictions:
         if history is not None:
             is_open &= [history.admits(size) for size in sizes.tolist()]
         if self.lacking:
-            row = known.settings.row(*key)
-            gas = known.problem.space.accumulation(sizes, row.work[_GROUPS], row.gas)
+            row = known.row(key)
+            gas = known.problem.space.accumulation(sizes, row.work[GROUPS], row.gas)
             for size, steps in self.lacking:
                 is_open &= ~((sizes >= size) & (gas >= steps))
         return is_open
 
-    def log_runs(self, keys: Sequence[Key], where: Array, points: Points) -> Array:
-        """Return the log probability to run, (n,); `where` is as in `Configurations.points`."""
+    def log_runs(self, keys: Sequence[Key], points: Points) -> Array:
+        """Return the log probability to run of configurations with these settings, (n,)."""
         known = self.configurations
         branches = np.array([branch for branch, _ in keys])
-        fits = np.log(self.runs.fits(branches[where], known.octaves(points)))
+        fits = np.log(self.runs.fits(branches, known.octaves(keys, points.micro_batch)))
         ran = np.array([self.histories[key].ran if key in self.histories else 0 for key in keys])
-        fits[points.micro_batch < ran[where]] = 0.0
-        sound = np.log([self.runs.runs(known.settings.row(*key).values) for key in keys])
-        log_runs: Array = fits + sound[where]
+        fits[points.micro_batch < ran] = 0.0
+        sound = {key: self.runs.runs(known.row(key).values) for key in {*keys}}
+        log_runs: Array = fits + np.log([sound[key] for key in keys])
         return log_runs
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """A measurement of the objective."""
-
-    point: Point
-    observation: Observation
-    metrics: Metrics
-    value: float
+def _keys_of(trials: Sequence[Observation]) -> list[Key]:
+    return [(each.point.branch, each.point.index) for each in trials if each.point is not None]
 
 
-def _select(measured: Sequence[_Measured], objective: Objective) -> Sequence[_Measured]:
-    """Return the measurements to fit: all, or the best and the latest if there are too many."""
-    if len(measured) <= _MOST_FITTED:
-        return measured
-    half = _MOST_FITTED // 2
-    earlier = sorted(range(len(measured) - half), key=lambda at: objective.loss(measured[at].value))
-    return [*(measured[at] for at in sorted(earlier[:half])), *measured[-half:]]
-
-
-def _locate(known: Configurations, trials: Sequence[tuple[Point, Observation]]) -> Points:
+def _locate(known: Configurations, trials: Sequence[Observation]) -> Points:
     """Return trials as `Points`: the settings of their points, but their actual batch sizes."""
-    keys = [(point.branch, point.index) for point, _ in trials]
     return known.points(
-        keys,
-        np.arange(len(keys)),
-        np.array([each.batch.micro_batch for _, each in trials], float),
-        np.array([each.batch.gas for _, each in trials], float),
-        np.array([each.neighbours == 0 for _, each in trials], bool),
+        _keys_of(trials),
+        np.array([each.batch.micro_batch for each in trials], float),
+        np.array([each.batch.gas for each in trials], float),
+        np.array([each.neighbours == 0 for each in trials], bool),
     )

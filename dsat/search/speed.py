@@ -80,11 +80,6 @@ class Scales:
     residual: float = 1.0
     noise: float = 1.0
 
-    @property
-    def log_prior(self) -> float:
-        logs = np.log([self.residual, self.noise])
-        return float(-(logs @ logs) / (2 * _SCALE_SD**2))
-
 
 @dataclass(frozen=True)
 class Prior:
@@ -161,57 +156,34 @@ class Measurements:
     log_s: Array
     error: Array
 
-    def __len__(self) -> int:
-        return len(self.points)
-
     def covariance(self, scales: Scales) -> Array:
         """Return the covariance of residuals and noise, (n, n)."""
         covariance = self.prior.covariance(self.points, self.points, scales)
-        covariance[np.diag_indices(len(self))] += (RUN_SD * scales.noise) ** 2 + self.error**2
-        return covariance
+        noise = (RUN_SD * scales.noise) ** 2 + self.error**2
+        return covariance + np.diag(noise)
+
+    def linearize(self, theta: Array) -> tuple[Array, Array]:
+        """Return measured minus predicted log seconds, (n,), and the slopes of `linearize`."""
+        predicted, slopes = linearize(self._terms, theta)
+        return self.log_s - predicted, slopes
 
     @cached_property
     def _terms(self) -> Terms:
         return self.prior.terms(self.points)
-
-    def linearize(self, theta: Array) -> Linear:
-        predicted, slopes = linearize(self._terms, theta)
-        return Linear(theta, self.log_s - predicted, slopes)
-
-
-@dataclass(frozen=True)
-class Linear:
-    """The physical model of n measurements, linearized in the logarithms of its factors.
-
-    Attributes:
-        theta: logarithms of the factors at which it is linearized.
-        apart: measured minus predicted log seconds at `theta`, (n,).
-        slopes: derivatives of the log seconds by `theta`, (n, factors).
-    """
-
-    theta: Array
-    apart: Array
-    slopes: Array
-
-    def apart_from(self, prior: Prior) -> Array:
-        """Return measured minus predicted log seconds at the prior mean of the factors, (n,)."""
-        apart: Array = self.apart + self.slopes @ (self.theta - prior.mean)
-        return apart
-
-    def covariance(self, prior: Prior) -> Array:
-        """Return the covariance due to the prior uncertainty of the factors, (n, n)."""
-        covariance: Array = (self.slopes * prior.variance) @ self.slopes.T
-        return covariance
 
 
 @dataclass(frozen=True)
 class Posterior:
     """Distribution of the log seconds of any configuration after n measurements.
 
+    It is that of a Gaussian process, with the physical model linearized in its factors (Rasmussen
+    and Williams, Gaussian Processes for Machine Learning (2006), section 2.7).
+
     Attributes:
+        theta: likeliest logarithms of the factors, at which the physical model is linearized.
         slopes: derivatives of the log seconds of the measurements by `theta`, (n, factors).
         root: inverse of the Cholesky factor of the covariance of the measurements, (n, n).
-        weights: inverse of that covariance times the errors of the prior's predictions, (n,).
+        whitened: `root` times the errors of the prior's predictions, (n,).
     """
 
     measured: Measurements
@@ -219,7 +191,7 @@ class Posterior:
     scales: Scales
     slopes: Array
     root: Array
-    weights: Array
+    whitened: Array
 
     @classmethod
     def before(cls, prior: Prior) -> Posterior:
@@ -230,21 +202,11 @@ class Posterior:
         return fit(prior, none, np.zeros(0), np.zeros(0))
 
     @property
-    def run_sd(self) -> float:
-        """Run-to-run standard deviation, as a fraction."""
-        return RUN_SD * self.scales.noise
-
-    @property
     def noise(self) -> float:
         """Standard deviation of a typical measurement, as a fraction."""
         error = self.measured.error
-        return math.hypot(self.run_sd, float(np.median(error)) if len(error) else 0.0)
-
-    def predict_mean(self, points: Points) -> Array:
-        """Predict the natural logarithm of the seconds, (n,)."""
-        residuals = self.measured.prior.covariance(self.measured.points, points, self.scales)
-        mean: Array = self._linearize(points)[0] + residuals.T @ self.weights
-        return mean
+        within = float(np.median(error)) if len(error) else 0.0
+        return math.hypot(RUN_SD * self.scales.noise, within)
 
     def predict(self, points: Points, reference: int | None = None) -> tuple[Array, Array]:
         """Predict the natural logarithm of the seconds.
@@ -256,9 +218,10 @@ class Posterior:
             Mean and standard deviation, both (n,).
         """
         prior, priors = self.measured.prior, self.measured.prior.variance
-        mean, slopes = self._linearize(points)
-        residuals = prior.covariance(self.measured.points, points, self.scales)
-        known = self.root @ (residuals + (self.slopes * priors) @ slopes.T)
+        predicted, slopes = linearize(prior.terms(points), self.theta)
+        shared = prior.covariance(self.measured.points, points, self.scales)
+        known = self.root @ (shared + (self.slopes * priors) @ slopes.T)
+        mean = predicted + slopes @ (prior.mean - self.theta) + known.T @ self.whitened
         variance = slopes**2 @ priors + prior.variances(points, self.scales)
         variance -= (known**2).sum(axis=0)
         if reference is not None:
@@ -267,18 +230,7 @@ class Posterior:
             shared += (slopes * slopes[reference]) @ priors
             shared -= (known * known[:, [reference]]).sum(axis=0)
             variance = variance + variance[reference] - 2 * shared
-        mean = mean + residuals.T @ self.weights
         return mean, np.sqrt(np.maximum(variance, 1e-12))
-
-    def _linearize(self, points: Points) -> tuple[Array, Array]:
-        """Return log seconds by the physical model, and their derivatives by the log factors.
-
-        The log seconds are those of the likeliest factors, from a linearization at `theta` nearby.
-        """
-        prior = self.measured.prior
-        predicted, slopes = linearize(prior.terms(points), self.theta)
-        likeliest = prior.mean + prior.variance * (self.slopes.T @ self.weights)
-        return predicted + slopes @ (likeliest - self.theta), slopes
 
     def beside(self, points: Points) -> Posterior:
         """Return the posterior as if these points had also been measured, exactly as predicted."""
@@ -286,35 +238,34 @@ class Posterior:
         both = Measurements(
             known.prior,
             Points.join([known.points, points]),
-            np.append(known.log_s, self.predict_mean(points)),
+            np.append(known.log_s, self.predict(points)[0]),
             np.append(known.error, np.full(len(points), self.noise)),
         )
-        return _condition(both, both.linearize(self.theta), self.scales)
+        return _condition(both, self.theta, self.scales)
 
 
 def fit(prior: Prior, points: Points, log_s: Array, error: Array) -> Posterior:
     """Fit the model to measurements; for the arguments see `Measurements`."""
     measured = Measurements(prior, points, log_s, error)
     theta, scales = prior.mean, Scales()
-    if len(measured):
-        theta[0] += float(np.median(measured.linearize(theta).apart))
-    linear = _find_factors(measured, theta, scales)
-    if len(measured) > 1:
-        scales = _find_scales(measured, linear)
-        linear = _find_factors(measured, linear.theta, scales)
-    return _condition(measured, linear, scales)
+    if len(points):
+        theta[0] += float(np.median(measured.linearize(theta)[0]))
+    theta = _find_factors(measured, theta, scales)
+    if len(points) > 1:
+        scales = _find_scales(measured, theta)
+        theta = _find_factors(measured, theta, scales)
+    return _condition(measured, theta, scales)
 
 
-def _find_scales(measured: Measurements, linear: Linear) -> Scales:
+def _find_scales(measured: Measurements, theta: Array) -> Scales:
     """Return the likeliest scales for these factors, by doubling or halving one at a time."""
-    prior, scales = measured.prior, Scales()
-    apart, shared = linear.apart_from(prior), linear.covariance(prior)
+    scales = Scales()
 
     @functools.cache
     def likelihood(scales: Scales) -> float:
-        root = np.linalg.cholesky(measured.covariance(scales) + shared)
-        whitened = np.linalg.solve(root, apart)
-        return scales.log_prior - float(np.log(np.diag(root)).sum() + whitened @ whitened / 2)
+        found, logs = _condition(measured, theta, scales), np.log([scales.residual, scales.noise])
+        squares = found.whitened @ found.whitened + logs @ logs / _SCALE_SD**2
+        return float(np.log(np.diag(found.root)).sum() - squares / 2)
 
     for name in ("noise", "residual", "noise", "residual"):
         for times in (2.0, 0.5):
@@ -326,36 +277,36 @@ def _find_scales(measured: Measurements, linear: Linear) -> Scales:
     return scales
 
 
-def _find_factors(measured: Measurements, theta: Array, scales: Scales) -> Linear:
-    """Return the model at the likeliest factors for these scales, by damped Gauss-Newton."""
+def _find_factors(measured: Measurements, theta: Array, scales: Scales) -> Array:
+    """Return the likeliest log factors for these scales, by damped Gauss-Newton."""
     prior = measured.prior
     root = np.linalg.inv(np.linalg.cholesky(measured.covariance(scales)))
 
-    def evaluate(theta: Array) -> tuple[float, Linear, Array]:
-        """Return -2 log posterior (plus a constant), the linearized model, and the next step."""
-        linear = measured.linearize(theta)
-        apart, from_prior = root @ linear.apart, (theta - prior.mean) / prior.variance
-        towards = root @ linear.slopes
+    def evaluate(theta: Array) -> tuple[float, Array]:
+        """Return -2 log posterior (plus a constant), and the next step."""
+        apart, towards = (root @ each for each in measured.linearize(theta))
+        from_prior = (theta - prior.mean) / prior.variance
         total = float(apart @ apart + (theta - prior.mean) @ from_prior)
         curvature = towards.T @ towards + np.diag(1 / prior.variance)
-        return total, linear, np.linalg.solve(curvature, towards.T @ apart - from_prior)
+        return total, np.linalg.solve(curvature, towards.T @ apart - from_prior)
 
-    least, linear, step = evaluate(theta)
+    least, step = evaluate(theta)
     for _ in range(_STEPS):
-        found, there, further = evaluate(linear.theta + step)
+        found, further = evaluate(theta + step)
         gained = least - found
         if gained > 0:
-            least, linear, step = found, there, further
+            least, theta, step = found, theta + step, further
         else:
             step = step / 2
         if 0 < gained < _LEAST_GAIN or np.abs(step).max() < _SETTLED:
             break
-    return linear
+    return theta
 
 
-def _condition(measured: Measurements, linear: Linear, scales: Scales) -> Posterior:
+def _condition(measured: Measurements, theta: Array, scales: Scales) -> Posterior:
     prior = measured.prior
-    covariance = measured.covariance(scales) + linear.covariance(prior)
+    apart, slopes = measured.linearize(theta)
+    covariance = measured.covariance(scales) + (slopes * prior.variance) @ slopes.T
     root = np.linalg.inv(np.linalg.cholesky(covariance))
-    weights = root.T @ (root @ linear.apart_from(prior))
-    return Posterior(measured, linear.theta, scales, linear.slopes, root, weights)
+    whitened = root @ (apart + slopes @ (theta - prior.mean))
+    return Posterior(measured, theta, scales, slopes, root, whitened)

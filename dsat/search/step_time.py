@@ -37,8 +37,6 @@ from dsat.values.outcome import ModelProfile
 from dsat.values.parallelism import DATA_ONLY, Parallelism, of_settings
 from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy
 
-_HOP_S = 3.4e-6  # seconds of a hop of NCCL's Simple ring in a host (NCCL, src/graph/tuning.cc)
-
 
 @dataclass(frozen=True)
 class Hardware:
@@ -55,7 +53,6 @@ class Hardware:
         pcie_bandwidth: bytes/s between the slot and its host.
         host_memory_bandwidth: bytes/s of the host's memory, per slot.
         launch_s: seconds that the host takes to launch the kernels of a micro step.
-        latency_s: unit of the latencies of collectives, in seconds.
         filling: time that a micro step loses in a last wave of tiles that is not full, in rows of
             matrix products.
         edge: fraction by which micro steps slow down when no memory is left.
@@ -69,7 +66,6 @@ class Hardware:
     pcie_bandwidth: float = 25e9
     host_memory_bandwidth: float = 25e9
     launch_s: float = 5e-3
-    latency_s: float = _HOP_S
     filling: float = 800.0
     edge: float = 0.05
 
@@ -180,10 +176,8 @@ COLUMNS = (
     "reduced_last",  # the same for the last micro step if that has more; else 0
     "reductions",  # number of overlapped reductions in the last micro step
     "waited",  # seconds of collectives that kernels wait for, per micro step
-    "gathered",  # seconds of overlapped gathers in each of the two passes, without latency
-    "gathers",  # their latency, in units of `Hardware.latency_s`
+    "gathered",  # seconds of overlapped gathers in each of the two passes
     "boundary",  # seconds of links at the boundary, and the last micro step's excess of `waited`
-    "boundaries",  # latency of collectives at the boundary, in the same unit
     "optimizer",  # bytes that the optimizer and copies at the boundary read and write
     "groups",  # groups of parameters that the optimizer updates one by one
     "transferred",  # bytes between slot and host, per micro step
@@ -245,7 +239,7 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
         itemsize=job.param_bytes,
         hpz=(get(HPZ) or 1) if job.slots_per_host else 1,
     )
-    found |= collectives.columns(listed, job.network, job.hardware.latency_s)
+    found |= collectives.columns(listed, job.network)
     # Reduced gradients are copied into their partitions, and gathered parameters out of buffers.
     if stage == 1:
         found["optimizer"] += 4 * gradient_bytes
@@ -298,7 +292,7 @@ class Terms:
         self, hardware: Hardware, work: Array, micro_batch: Array, gas: Array, room: Array
     ) -> None:
         w = dict(zip(COLUMNS, np.ascontiguousarray(work.T), strict=True))
-        hop_s, pcie, memory = hardware.latency_s, hardware.pcie_bandwidth, hardware.memory_bandwidth
+        pcie, memory = hardware.pcie_bandwidth, hardware.memory_bandwidth
         # Kernels of a micro step: time that grows with its samples, and time that does not.
         rows = np.ceil(w["rows"] * micro_batch / _TILE) * _TILE
         row_s = w["flops"] / hardware.flops / w["rows"]
@@ -308,18 +302,16 @@ class Terms:
         self._forward = w["forward"]
         # Communication beside the kernels: stage 3's gathers in each of the two passes; and all of
         # the backward pass's, in micro steps before the last, and in the last.
-        latency = hop_s * w["reductions"]
-        reduced, last = (w[n] + latency * (w[n] > 0) for n in ("reduced", "reduced_last"))
-        self._gathered = w["gathered"] + hop_s * w["gathers"]
-        self._reduced = reduced + self._gathered
-        self._last = np.where(w["reduced_last"] > 0, last, self._reduced)
+        self._gathered = w["gathered"]
+        self._reduced = w["reduced"] + w["gathered"]
+        self._last = np.where(w["reduced_last"] > 0, w["reduced_last"], self._reduced)
         self._unhidden = 1 / np.maximum(1.0, w["reductions"])  # fraction that comes after the pass
         # Times that kernels wait for: copies, links, and the host.
         self._copied = w["copies"] / memory
         self._waited = w["waited"]
         self._transferred = w["transferred"] / pcie
         # After the last backward pass: links, and everything else.
-        self._boundary = w["boundary"] + hop_s * w["boundaries"]
+        self._boundary = w["boundary"]
         updated = w["optimizer"] / memory + w["transferred_last"] / pcie
         updated = updated + GROUP_LAUNCHES * hardware.launch_s * w["groups"]
         self._updated = updated + w["host_optimizer"] / hardware.host_memory_bandwidth

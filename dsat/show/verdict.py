@@ -15,7 +15,7 @@ from dsat.run.comparison import Gain
 from dsat.run.finals import LEAST_RUN, PAIR
 from dsat.run.finals_phase import contenders
 from dsat.run.journal import ENGINE
-from dsat.run.run import Run, final_value, own_switches, searched
+from dsat.run.run import Run, check_of, final_value, own_switches, searched
 from dsat.run.same_training import Agreement
 from dsat.show import advice, caveats, step_parts
 from dsat.show.differences import TRAIN_BATCH, differences
@@ -270,11 +270,10 @@ def _confidence(run: Run, best: Trial) -> Iterator[str]:
     yield f"95 % confidence interval from {pairs} of runs; run-to-run variation {noise}."
     if best is run.baseline:
         return
-    assert run.baseline is not None
     if not finals.is_better:
         how = "faster" if finals.comparison.gain.high < 1 else "as fast"
         yield f"Your configuration is {how}, but its batch sizes are not those that you asked for."
-    finding = run.training.compare(run.plan, run.baseline, best)
+    finding = check_of(run).compare(best)
     if finding.agreement is Agreement.SAME:
         yield "On the same data the losses agree with yours."
     else:

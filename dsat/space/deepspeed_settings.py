@@ -53,7 +53,8 @@ def _always(_: Situation) -> bool:
     return True
 
 
-def _never(_: Situation) -> bool:
+def never(_: Situation) -> bool:
+    """Let a setting be searched on request only (`--search`, or a list of values)."""
     return False
 
 
@@ -81,7 +82,7 @@ class Setting:
         when: condition under which it can have an effect in these stages.
         elements: whether values count parameters; all values above the model's number of
             parameters are equivalent.
-        unasked: condition for searching it without `--search`; `_never` if it changes what is
+        unasked: condition for searching it without `--search`; `never` if it changes what is
             computed, or seldom helps.
         divides_slots: whether values are numbers of devices, which must divide those of a trial.
         is_later: whether it was added after the last release of dsat. Its default is left out of
@@ -105,11 +106,6 @@ class Setting:
         is_top = self.key.partition(".")[0] in (*TOP_SECTIONS, *TOP_LEVEL)
         return self.key if is_top else f"zero_optimization.{self.key}"
 
-    @property
-    def is_on_request(self) -> bool:
-        """Return whether it is searched on request only (`--search` or a list of values)."""
-        return self.unasked is _never
-
     def usable(self, situation: Situation) -> tuple[Any, ...]:
         """Return the values that suit the devices of a trial."""
         if not self.divides_slots:
@@ -122,7 +118,7 @@ class Setting:
         return tuple(v for v in values if situation.slots % v == 0 and v < situation.slots)
 
 
-_ON_REQUEST: Mapping[str, Any] = {"unasked": _never, "is_later": True}
+_ON_REQUEST: Mapping[str, Any] = {"unasked": never, "is_later": True}
 HPZ = "zero_hpz_partition_size"
 PARALLELISM = (TENSOR_SIZE, SEQUENCE_SIZE)
 _SWITCH_ON, _SWITCH_OFF = (False, True), (True, False)  # the default first
@@ -164,7 +160,7 @@ SETTINGS = (
         (1, 2),
         "no effect with torch 1.13 or newer, which gathers everything at once",
         when=_several_slots,
-        unasked=_never,  # all_gather_dp_groups of runtime/utils.py, deepspeed 0.19.8
+        unasked=never,  # all_gather_dp_groups of runtime/utils.py, deepspeed 0.19.8
         elements=True,
     ),
     Setting("overlap_comm", _SWITCH_ON, (1, 2), _OVERLAP_REASON, when=_several_slots),
@@ -266,7 +262,7 @@ SETTINGS = (
         (3,),
         "fetching small modules together costs the host less time",
         when=_several_slots,
-        unasked=_never,  # not every model can be simulated with it
+        unasked=never,  # not every model can be simulated with it
         is_later=True,
     ),
     Setting(

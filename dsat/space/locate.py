@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,19 +35,6 @@ class Point:
     micro_batch: int
 
 
-@dataclass(frozen=True)
-class Location:
-    """Location of a configuration in a space.
-
-    Attributes:
-        point: the configuration, or the nearest point with its strategy.
-        is_exact: whether the configuration is this point; else a setting or a batch size differs.
-    """
-
-    point: Point
-    is_exact: bool
-
-
 class Locator:
     """Mapping from configurations to the points of a space."""
 
@@ -56,7 +43,7 @@ class Locator:
 
     def locate(
         self, overrides: Mapping[str, Any], script_args: Mapping[str, Any], batch: BatchTriple
-    ) -> Location | None:
+    ) -> tuple[Point | None, bool]:
         """Return the point of a trial's configuration, or the nearest one of its strategy.
 
         Args:
@@ -64,24 +51,21 @@ class Locator:
             script_args: values of the script's switches; missing ones have the script's own values.
 
         Returns:
-            None if the space has no branch for its strategy.
+            The point, None if the space has no branch for its strategy; and whether neither a
+            setting nor a batch size differs from it.
         """
         config = ds_config.prepare_for_training(self._space.freedom.base_config, overrides)
         strategies = list(self._space.strategies)
         strategy = of_config(config)
         if strategy not in strategies:
-            return None
+            return None, False
         number = strategies.index(strategy)
         branch = self._space.branches[number]
         actual = self._flat(config, {**self._own_switches, **script_args}, batch.gas)
         index = 0
-        for stride, digits in zip(branch.strides, self._digits(number), strict=True):
-            matching = (
-                digit
-                for digit, values in enumerate(digits)
-                if all(actual.get(path, _OTHER) == value for path, value in values.items())
-            )
-            index += stride * next(matching, 0)
+        for stride, each in zip(branch.strides, self._flat_values(number), strict=True):
+            distances = [_distance(actual, flat) for flat in each]
+            index += stride * distances.index(min(distances))
         point = Point(number, index, batch.micro_batch)
         settings = branch.settings(index)
         is_exact = (
@@ -89,7 +73,7 @@ class Locator:
             and batch == self._space.batch(batch.micro_batch, settings)
             and actual == self._flat_of(settings)
         )
-        return Location(point, is_exact)
+        return point, is_exact
 
     @functools.cached_property
     def _own_switches(self) -> dict[str, Any]:
@@ -97,17 +81,13 @@ class Locator:
         return {**self._space.freedom.switches, **own}
 
     @functools.cache  # noqa: B019  (a locator lives as long as its run)
-    def _digits(self, number: int) -> tuple[tuple[Mapping[str, Any], ...], ...]:
-        """Return one tuple for each searched setting of a branch, with a mapping for each value.
-
-        The mapping holds the settings, by path, that the value determines.
-        """
+    def _flat_values(self, number: int) -> list[list[dict[str, Any]]]:
+        """Return the flat configuration with each value of each searched setting of a branch."""
         branch = self._space.branches[number]
-        found = []
-        for stride, (_, values) in zip(branch.strides, branch.searched, strict=True):
-            flat = [self._flat_of(branch.settings(stride * n)) for n in range(len(values))]
-            found.append(_differences(flat))
-        return tuple(found)
+        return [
+            [self._flat_of(branch.settings(stride * digit)) for digit in range(len(values))]
+            for stride, (_, values) in zip(branch.strides, branch.searched, strict=True)
+        ]
 
     def _flat_of(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         batch = self._space.batch(self._space.micro_batches[0], settings)
@@ -131,13 +111,9 @@ class Locator:
         return any(key == GAS for branch in self._space.branches for key, _ in branch.searched)
 
 
-def _differences(flat: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """Reduce mappings to the paths whose values differ; a missing value becomes `_OTHER`."""
-    paths = dict.fromkeys(path for each in flat for path in each)
-    differing = [
-        path for path in paths if any(each.get(path) != flat[0].get(path) for each in flat[1:])
-    ]
-    return tuple({path: each.get(path, _OTHER) for path in differing} for each in flat)
+def _distance(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
+    """Return the number of paths whose values differ."""
+    return sum(one.get(path, _OTHER) != other.get(path, _OTHER) for path in {*one, *other})
 
 
 def canonical_config(config: Mapping[str, Any], *, num_params: int | None = None) -> dict[str, Any]:
@@ -163,10 +139,3 @@ def canonical_config(config: Mapping[str, Any], *, num_params: int | None = None
         zero |= {k: min(n, num_params) for k, n in sizes.items() if isinstance(n, (int, float))}
     found["zero_optimization"] = zero
     return found
-
-
-def fingerprint(config: Mapping[str, Any], script_args: Mapping[str, Any]) -> str:
-    """Return a digest that is equal for configurations which DeepSpeed treats alike."""
-    return ds_config.fingerprint(
-        {"config": canonical_config(config), "script_args": dict(script_args)}
-    )

@@ -10,6 +10,7 @@ from typing import Any
 from dsat.command import ds_config, switches
 from dsat.options import write_memory_size
 from dsat.space.batch_rule import BatchRule
+from dsat.space.locate import canonical_config
 from dsat.space.space import Freedom
 from dsat.values.codec import Recorded
 from dsat.values.objective import Objective
@@ -98,6 +99,11 @@ class Plan(Recorded, BatchRule, Freedom):
     def config(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """Return the whole DeepSpeed configuration of a trial."""
         return ds_config.prepare_for_training(self.base_config, overrides)
+
+    def fingerprint(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> str:
+        """Return a digest that is equal for configurations which DeepSpeed treats alike."""
+        config = canonical_config(self.config(overrides))
+        return ds_config.fingerprint({"config": config, "script_args": dict(script_args)})
 
     def measured_beside(self, other: Plan) -> dict[str, Any]:
         """Return `measured`, without the device if only one of the two plans names one."""

@@ -160,11 +160,11 @@ class Space:
 
     def script_args(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the switches that a trial sets: those that differ from the script's own."""
-        own = {name: values[0] for name, values in self.searched_switches.items()}
+        searched = self.searched_switches
         return {
             name: value
             for name, value in settings.items()
-            if is_switch(name) and (name not in own or value != own[name])
+            if is_switch(name) and (name not in searched or value != searched[name][0])
         }
 
     @functools.cached_property

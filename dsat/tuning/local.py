@@ -75,7 +75,6 @@ class LocalSearch:
                 opened.enter_context(Journal(self.folder / FILE_NAME)),
                 info=ready.info,
                 earlier=history.reusable_trials(earlier, ready.plan, ready.info),
-                time_of_day=time.time,
                 last_event_s=ready.began_s,
             )
             self._opened = opened.pop_all()

@@ -22,7 +22,6 @@ from dsat.search import (
     Wait,
     usual_options,
 )
-from dsat.search.base import Source
 from dsat.show.view import RunView
 from dsat.space.plan import Plan
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -96,8 +95,8 @@ def test_a_search_sees_what_earlier_runs_measured(monkeypatch: pytest.MonkeyPatc
     first, before = run(PLAN)
     monkeypatch.setitem(SEARCHES, "watched", Watched)
     run(replace(PLAN, method="watched"), first)
-    sources = [each.source for each in seen[0]]
-    assert sources == [Source.BASELINE] + [Source.EARLIER_RUN] * (len(before) - 1)
+    assert len(seen[0]) == len(before)
+    assert all(each.outcome is not None for each in seen[0])
 
 
 def test_trials_outside_of_the_new_space_are_left_out() -> None:

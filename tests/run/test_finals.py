@@ -33,7 +33,7 @@ def play(finals: Finals, speeds: Mapping[int | str, float | None], *, noise: flo
     order = ""
     ran: dict[str, int] = {}
     while (turn := finals.turn) is not None:
-        letter = str(turn.trial_id) if turn.role is Role.LEADER else turn.role.value[0]
+        letter = str(finals.repeated_id) if turn is Role.LEADER else turn.value[0]
         order += letter
         ran[letter] = ran.get(letter, 0) + 1
         speed = speeds.get(int(letter) if letter.isdigit() else letter, 1.0)
@@ -95,7 +95,7 @@ def test_pairs_are_looked_at_a_few_times_only() -> None:
     for gain in (0.06, 0.14, 0.10, 0.10, 0.10):
         roles = [Role.OWN, Role.LEADER][:: -1 if len(finals.pairs) % 2 else 1]
         for role in roles:
-            assert finals.turn is not None and finals.turn.role is role
+            assert finals.turn is role
             finals.record(gain if role is Role.LEADER else 0.0)
     assert finals.over and finals.is_better
 

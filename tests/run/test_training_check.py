@@ -31,9 +31,9 @@ def disqualification(norms: dict[int, float], own: int, pick: int, version: str 
         outcomes[number] = replace(ran(), training=curve)
     trials[9] = replace(trials[0], id=9, kind=TrialKind.FINAL)
     outcomes[9] = outcomes[0]
-    check = TrainingCheck(trials, outcomes, {9: 0})
+    check = TrainingCheck(plan, trials[0], trials, outcomes, {9: 0}, lambda trial: {}, version)
     chosen = next(trial for trial in trials.values() if trial.stage == pick and trial.id != 9)
-    found = check.disqualification(plan, trials[0], chosen, lambda trial: {}, version)
+    found = check.disqualification(chosen)
     assert found is not None
     return found
 
@@ -93,6 +93,6 @@ def test_batches_of_the_loaders_own_are_no_gain(
         metrics = replace(outcome.metrics, tokens_per_second=fed)
         warnings = () if counted else (UNCOUNTED,)
         outcomes[trial.id] = replace(outcome, metrics=metrics, warnings=warnings)
-    check = TrainingCheck({0: own, 1: pick}, outcomes, {})
-    found = check.disqualification(plan_of(own_batch=own.batch), own, pick, lambda trial: {})
+    plan, trials = plan_of(own_batch=own.batch), {0: own, 1: pick}
+    found = TrainingCheck(plan, own, trials, outcomes, {}, lambda trial: {}).disqualification(pick)
     assert (found is not None) == (is_other and not counted)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dsat.search.normal import Array, log_expected_gain
-from dsat.search.speed import Points, Prior, Scales, fit, linearize
+from dsat.search.speed import RUN_SD, Points, Prior, Scales, fit, linearize
 from dsat.search.step_time import CPU_CORE, FACTORS, Hardware, Job, Terms, work
 from dsat.values.zero_strategy import CPU, NVME, Strategy, plain
 
@@ -181,7 +181,7 @@ def test_another_machine_is_learned_from_noisy_trials(seed: int) -> None:
     error = mean - others
     assert np.sqrt((error**2).mean()) < 0.03, "below the noise of a single trial"
     assert np.mean(np.abs(error) < 2 * sd) > 0.7
-    assert 0.015 < known.run_sd < 0.045
+    assert 0.015 < RUN_SD * known.scales.noise < 0.045
 
 
 @pytest.mark.parametrize("sd", [0.01, 0.03, 0.1])
@@ -192,7 +192,7 @@ def test_run_to_run_variation_is_noise_and_no_residual(sd: float) -> None:
     [true] = truth_of(rng, table)
     again = Points.join([table] * 5)
     known = fit(PRIOR, again, np.tile(true, 5) + rng.normal(0, sd, 30), np.full(30, 0.002))
-    assert sd / 2 <= known.run_sd <= 2 * sd
+    assert sd / 2 <= RUN_SD * known.scales.noise <= 2 * sd
     assert known.scales.residual <= 2
 
 
@@ -233,7 +233,7 @@ def test_without_residuals_it_is_a_gaussian_process_by_the_textbook() -> None:
         found: Array = PRIOR.covariance(pair[one], pair[two], known.scales) + linear
         return found
 
-    noisy = covariance(0, 0) + np.eye(10) * (known.run_sd**2 + 0.01**2)
+    noisy = covariance(0, 0) + np.eye(10) * ((RUN_SD * known.scales.noise) ** 2 + 0.01**2)
     apart = log_s - np.log(PRIOR.terms(table).seconds(known.theta))
     apart += slopes[0] @ (known.theta - PRIOR.mean)
     between, weights = covariance(0, 1), np.linalg.solve(noisy, apart)

@@ -65,8 +65,7 @@ def test_every_point_is_found_again(name: str) -> None:
             found = locator.locate(
                 overrides_for(settings, batch), space.script_args(settings), batch
             )
-            assert found is not None and found.is_exact
-            assert found.point == Point(number, index, size)
+            assert found == (Point(number, index, size), True)
 
 
 @pytest.mark.parametrize(
@@ -90,10 +89,10 @@ def test_the_users_own_configuration_is_found(
     size, gas = change.get("micro_batch", 4), change.get("gas", 1)
     batch = BatchTriple(8 * size * gas, size, gas)
     overrides = {"zero_optimization": zero, **batch.config()}
-    found = Locator(space).locate(overrides, {}, batch)
-    assert found is not None and found.is_exact is exact
-    assert found.point.micro_batch == size
-    settings = space.branches[found.point.branch].settings(found.point.index)
+    point, is_exact = Locator(space).locate(overrides, {}, batch)
+    assert point is not None and is_exact is exact
+    assert point.micro_batch == size
+    settings = space.branches[point.branch].settings(point.index)
     assert settings["stage"] == 2
     if "reduce_bucket_size" in settings:
         assert settings["reduce_bucket_size"] == 5 * 10**8
@@ -103,4 +102,4 @@ def test_a_strategy_that_is_not_searched_has_no_point() -> None:
     batch = BatchTriple(8, 1, 1)
     overrides = {"zero_optimization": {"stage": 3}, **batch.config()}
     space = replace(SPACES["stages"], strategies=plain(1))
-    assert Locator(space).locate(overrides, {}, batch) is None
+    assert Locator(space).locate(overrides, {}, batch) == (None, False)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from dsat.search.base import Problem
-from dsat.search.predictions import Configurations
+from dsat.search.configurations import Configurations
 from dsat.space.space import Freedom, Space
 from dsat.values.objective import Objective
 from dsat.values.zero_strategy import plain
@@ -23,14 +23,14 @@ def test_two_ways_to_share_a_sample_are_one_setting_like_any_other() -> None:
     )
     profile = replace(weightless(15), num_params=10**8, trainable_params=10**8)
     problem = Problem(profile, Objective("throughput"), space, seed=0)
-    settings, [branch] = Configurations.build(problem).settings, space.branches
+    known, [branch] = Configurations(problem), space.branches
     ways = branch.of_each_parallelism()
     indices = [
         next(index for index in range(branch.count) if branch.settings(index) == way)
         for way in ways
     ]
-    traits = np.array([settings.row(0, index).traits for index in indices])
+    traits = np.array([known.row((0, index)).traits for index in indices])
     assert len(ways) > 3 and len(np.unique(traits, axis=0)) == len(ways)
     for index in (*indices, branch.count - 1):
-        first, *others = settings.changes(0, branch.settings(index))
-        assert first == index and index not in others
+        first, *others = known.changes(0, branch.settings(index))
+        assert first == (0, index) and first not in others
