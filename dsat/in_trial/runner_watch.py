@@ -33,10 +33,6 @@ class RunnerWatch:
     experiment_id: int
     trial_id: int
 
-    def start(self) -> None:
-        """Poll the runner periodically in a thread, until it is gone."""
-        threading.Thread(target=self._run, name="runner-watch", daemon=True).start()
-
     def look(self) -> str:
         """Return the runner's state, empty if unknown; end the experiment if the runner is gone."""
         try:
@@ -72,7 +68,8 @@ class RunnerWatch:
             _log.info("the master does not answer (%s)", error)
             return False
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Poll the runner periodically, until it is gone."""
         while self.look() not in _GONE:
             time.sleep(_EVERY_S)
 
@@ -142,5 +139,5 @@ def start(runner_id: int) -> RunnerWatch | None:
         experiment_id=info.trial.experiment_id,
         trial_id=info.trial.trial_id,
     )
-    watch.start()
+    threading.Thread(target=watch.run, name="runner-watch", daemon=True).start()
     return watch
