@@ -54,7 +54,7 @@ def hosts_here(count: int, *, imported: bool = False) -> list[Host]:
     # Like a step of a cluster: a command that runs another command.
     prefix = warm_host.prefix() if imported else ("env",)
     return [
-        Host(replace(machine, devices=(device,)), name=f"host{number}", prefix=prefix)
+        Host(replace(machine, devices=(device,)), name=f"host{number}", reach=prefix)
         for number, device in enumerate(machine.devices)
     ]
 
@@ -100,7 +100,7 @@ def engine_of(
     return LocalEngine(
         user,
         runs,
-        hosts or [Host(cpu_machine(slots), prefix=warm_host.prefix() if imported else ())],
+        hosts or [Host(cpu_machine(slots), reach=warm_host.prefix() if imported else ())],
         folder,
         LocalOptions(
             TrialOptions(**{"timeout_s": PATIENCE_S, "end_step": 5, "max_steps": 5, **options}),
@@ -234,7 +234,8 @@ def launch_request(folder: Path, *command: str) -> dict[str, Any]:
         "starts_ranks": False,
         "ranks": [{"env": dict(os.environ), "cores": [], "command": command}],
         "logs": ["out", "err"],
-        "linger_s": None,
+        "is_full_run": True,
+        "swap": [],
     }
 
 

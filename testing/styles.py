@@ -50,7 +50,7 @@ def simulated(
     engine = LocalEngine(
         user,
         program,
-        [Host(cpu_machine(1), prefix=warm_host.prefix())],
+        [Host(cpu_machine(1), reach=warm_host.prefix())],
         folder,
         LocalOptions(TrialOptions(timeout_s=PATIENCE_S, end_step=5)),
         slots_per_trial=1,

@@ -60,7 +60,7 @@ def use(prefix: Sequence[str], put: Callable[[object, str, object], None] = seta
     put(this_machine, "find_machine", find_machine)
     put(simulated_model, "find_machine_for_simulations", find_machine)
     for module in (this_machine, simulated_model):
-        put(module, "Host", functools.partial(Host, prefix=tuple(prefix)))
+        put(module, "Host", functools.partial(Host, reach=tuple(prefix)))
     put(installed_deepspeed, "_ask", functools.partial(check_configurations, prefix=tuple(prefix)))
 
 

@@ -15,22 +15,17 @@ from typing import Any
 from dsat.command.entrypoint import Entrypoint
 from dsat.command.experiment import Experiment
 from dsat.engines import results as trial_result
-from dsat.engines.agent.supervisor import GRACE_AFTER_FAILURE_S
+from dsat.engines.agent.supervisor import GRACE_AFTER_FAILURE_S, LINGER_S
 from dsat.engines.machines.hosts import Host, disable_segments
 from dsat.engines.own_command import OwnCommand
 from dsat.engines.retries import Retries, RetryReason
-from dsat.engines.running import ActivityLog, Running, find_overdue
-from dsat.engines.slots import DeviceErrors, Slots
-from dsat.engines.start import (
-    FULL_RUN_ID,
-    SIMULATION_ID,
-    LocalOptions,
-    Start,
-    StartMethod,
-)
-from dsat.engines.starts import LINGER_S, StartBuilder
+from dsat.engines.running import Running, find_overdue, log_activities
+from dsat.engines.slots import Slots
+from dsat.engines.start import FULL_RUN_ID, SIMULATION_ID, LocalOptions, Start, StartMethod
+from dsat.engines.starts import StartBuilder
 from dsat.engines.supervisors import LOST, PING_EVERY_S, Supervisors
 from dsat.engines.trial_folder import CreatedFolders, working_folder
+from dsat.errors import EngineError
 from dsat.in_trial.rank_files import MODULES_FILE, result_file
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
@@ -71,7 +66,6 @@ class LocalEngine:
         self._builder = StartBuilder(
             experiment, program, folder, cwd, options, slots_per_trial, host_slots
         )
-        self._devices = DeviceErrors()
         self._retries = Retries(_methods(program, options, self._hosts))
         self._own = own
         self._has_begun = False  # True once dsat starts trials itself
@@ -82,7 +76,7 @@ class LocalEngine:
         self._created = CreatedFolders()
         self._closed = False
         if own is None:
-            self._activities = ActivityLog()
+            self._activities: dict[str, float] = {}  # for `log_activities`
             self._begin_trials()
         else:
             self._activities, self._supervisors = own.activities, own.supervisors
@@ -181,14 +175,6 @@ class LocalEngine:
             self._running.clear()
             self._closed = True
 
-    def import_modules_of(self, folder: Path) -> None:
-        """Preload the modules that a trial's script imported, if ranks are forked."""
-        path = folder / MODULES_FILE
-        if self._retries.method is StartMethod.FORKED and path.exists():
-            self._modules += json.loads(path.read_text())
-            if self._has_begun:
-                self._retries.note_warm_up(self._supervisors.warm_up(self._modules))
-
     # -- trials
 
     def _begin_trials(self) -> None:
@@ -215,7 +201,7 @@ class LocalEngine:
             raise
 
     def _start_waiting(self) -> None:
-        while self._waiting and not self._devices.failure:
+        while self._waiting and not self._retries.device_failure:
             start = self._waiting[0]
             # An optimizer that is offloaded to the host needs all of the host's cores and memory.
             on_host = of_config(self._builder.config_of(start)).offloads
@@ -227,8 +213,7 @@ class LocalEngine:
             del self._waiting[0]
             method = self._retries.method
             requests = self._builder.build(start, shares, method)
-            running = Running(start, shares, method)
-            running.alone = alone and bool(shares[0].slots)
+            running = Running(start, shares, method, alone=alone and bool(shares[0].slots))
             if start.simulation_folder is None:
                 for other in self._running.values():
                     other.beside = running.beside = True
@@ -239,8 +224,8 @@ class LocalEngine:
     def _wait(self, timeout_s: float) -> None:
         deadline, before = time.monotonic() + timeout_s, len(self._ended)
         while len(self._ended) == before:
-            if not self._running:
-                self._devices.check()
+            if not self._running and (failure := self._retries.device_failure):
+                raise EngineError(f"{failure}. Check the devices, then continue with --resume.")
             if not (self._running or self._waiting):
                 self._slots.check_enough()
             self._start_waiting()
@@ -254,7 +239,7 @@ class LocalEngine:
                 for running in overdue:
                     self._end(running, grace_s=0)
                 ends = [deadline, now + PING_EVERY_S, now + left_s]
-                self._activities.write(self._running.values())
+                log_activities(self._running.values(), self._activities)
                 messages = self._supervisors.receive(max(0.0, min(ends) - now))
             for host, message in messages:
                 if message["event"] == LOST:
@@ -312,16 +297,19 @@ class LocalEngine:
         # The compilers of trials on other hosts are invisible here.
         if not outcome.ok and (len(self._hosts) == 1 or not self._running):
             self._supervisors.locks.remove()
-        self._devices.note(outcome)
-        reason = None if self._devices.failure else self._retries.decide(running, outcome)
+        reason = self._retries.decide(running, outcome)
         if reason is not None:
             self._run_again(running, outcome, reason)
             return
         if running.start.is_own and self._own is not None:
             self._own.move_files()
             self._own.close()
-        if running.trial.profiles and outcome.ok:
-            self.import_modules_of(running.folder)
+        modules = running.folder / MODULES_FILE
+        is_forked = self._retries.method is StartMethod.FORKED
+        if running.trial.profiles and outcome.ok and is_forked and modules.exists():
+            self._modules += json.loads(modules.read_text())
+            if self._has_begun:
+                self._retries.note_warm_up(self._supervisors.warm_up(self._modules))
         _rename_to_trial(running.folder)
         outcome = self._retries.final(running, outcome)
         warnings = (*outcome.warnings, *self._slots.pop_losses())

@@ -25,7 +25,7 @@ from dsat.engines.machines import machine
 from dsat.engines.machines.accelerators import has_nvml
 from dsat.engines.machines.hosts import UNSEEN, Host, Share
 from dsat.engines.machines.machine import machine_of_cores
-from dsat.engines.running import ActivityLog, Running
+from dsat.engines.running import Running, log_activities
 from dsat.engines.start import LocalOptions, Start, StartMethod
 from dsat.engines.starts import StartBuilder
 from dsat.engines.supervisors import LOST, Supervisors
@@ -73,7 +73,7 @@ class OwnCommand:
     ) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="dsat-")).resolve()
         self._timeout_s = options.timeout_s
-        self.activities = ActivityLog()
+        self.activities: dict[str, float] = {}  # for `log_activities`
         self._recorded: list[RankStart] = []
         self._checks_hook_s = 0.0
         self._records = self.folder / RECORDS_FOLDER
@@ -97,7 +97,7 @@ class OwnCommand:
             start = replace(start, meter=None)
         shares = (Share(_HERE, Host(here), slots),)
         [request] = builder.build(start, shares, StartMethod.COMMAND).values()
-        self.env = _drop_hook(request["ranks"][0]["env"])
+        self.env = start_record.drop_hook(self.folder, request["ranks"][0]["env"], str(cwd))
         self.running = Running(start, shares, StartMethod.COMMAND)
         self.supervisors = Supervisors([Host()], self.folder, env={})
         self.supervisors.send(_HERE, request)
@@ -113,11 +113,11 @@ class OwnCommand:
         began_s = time.monotonic()
         while not self._recorded:
             self._receive()
-            self.activities.write([self.running])
+            log_activities([self.running], self.activities)
             self._check_nodes()
             self._check_hook()
             is_over = self._has_ended or time.monotonic() - began_s > self._timeout_s
-            found = self._read()
+            found = [RankStart.from_json(json.loads(p.read_text())) for p in self._record_files()]
             numbers = [rank.rank for rank in found]
             if len(set(numbers)) < len(numbers):
                 check_one_training(found)
@@ -240,11 +240,10 @@ class OwnCommand:
                 if env.get(TRIAL_VARIABLE) != str(self.folder) or hook in env.get("PYTHONPATH", ""):
                     continue
                 maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
-                if (
-                    "/libtorch_python" in maps
-                    and _connections(process)
-                    and not _is_below_rank(process)
-                ):
+                # psutil 6 renamed the method.
+                connections = getattr(process, "net_connections", None) or process.connections
+                has_socket = "/libtorch_python" in maps and connections("inet")
+                if has_socket and not _is_below_rank(process):
                     command = shlex.join(process.cmdline()[:3])
                     raise UserInputError(
                         f"replaces PYTHONPATH for `{command}`, so dsat can neither measure that "
@@ -253,27 +252,11 @@ class OwnCommand:
                         hint="Keep the old entries, as in export PYTHONPATH=src:$PYTHONPATH.",
                     )
 
-    def _read(self) -> list[RankStart]:
-        return [RankStart.from_json(json.loads(path.read_text())) for path in self._record_files()]
-
     def _record_files(self) -> list[Path]:
         return sorted(self._records.glob(f"{start_record.RECORD_PREFIX}*.json"))
-
-
-def _connections(process: psutil.Process) -> Sequence[Any]:
-    # psutil 6 renamed the method.
-    name = "net_connections" if hasattr(process, "net_connections") else "connections"
-    found: Sequence[Any] = getattr(process, name)("inet")
-    return found
 
 
 def _is_below_rank(process: psutil.Process) -> bool:
     """Return whether a process descends from a rank that dsat started."""
     own = itertools.takewhile(lambda parent: parent.pid != os.getpid(), process.parents())
     return any(RANK_VARIABLE in each.environ() for each in own)
-
-
-def _drop_hook(env: Mapping[str, str]) -> dict[str, str]:
-    """Return a command's variables with the `PYTHONPATH` of this process, which lacks the hook."""
-    own = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-    return {name: value for name, value in env.items() if name != "PYTHONPATH"} | own

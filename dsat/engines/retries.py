@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from dsat.engines.running import Running
 from dsat.engines.start import FULL_RUN_ID, StartMethod
+from dsat.in_trial.failures import has_part
 from dsat.values.outcome import Outcome, OutcomeKind
 
 FRESH_PROCESSES_ONLY = (
@@ -27,6 +28,7 @@ FIXED_PORT = (
     "trials now run one at a time, because the script seems to use the same port in each of them"
 )
 _FIXED_AFTER = 2  # trials that failed beside others because a port was taken, but ran alone
+_MAX_DEVICE_ERRORS = 2  # between two successful trials
 _WARNINGS = {StartMethod.FRESH: FRESH_PROCESSES_ONLY, StartMethod.COMMAND: COMMAND_AGAIN}
 _NO_FORK_CUDA = (
     "Cannot re-initialize CUDA in forked subprocess",
@@ -78,12 +80,14 @@ class Retries:
     Attributes:
         method: the current method.
         failure: message of the failure that last changed the method; empty if none did.
+        device_failure: why the run must end, after errors of devices; empty if it may continue.
     """
 
     def __init__(self, methods: Sequence[StartMethod]) -> None:
         self._methods = methods
         self.method = self._known_method = methods[0]
-        self.failure = ""
+        self.failure = self.device_failure = ""
+        self._device_errors = 0
         self._cannot_fork = ""
         self._is_proven = False  # a trial whose ranks dsat started has succeeded
         self._retried: dict[int, RetryReason] = {}
@@ -105,6 +109,11 @@ class Retries:
     def decide(self, running: Running, outcome: Outcome) -> RetryReason | None:
         """Return why an ended trial runs again; None if its outcome is final."""
         trial_id = running.trial.id
+        self._device_errors = 0 if outcome.ok else self._device_errors + is_of_device(outcome)
+        if self._device_errors == _MAX_DEVICE_ERRORS:
+            self.device_failure = f"device errors ended two attempts: {outcome.message}"
+        if self.device_failure:
+            return None
         if outcome.ok or running.canceled or trial_id == FULL_RUN_ID:
             return None  # for a full-length run, a retry would delete the checkpoints
         if trial_id in self._retried:
@@ -118,7 +127,7 @@ class Retries:
 
     def _find_reason(self, running: Running, outcome: Outcome) -> RetryReason | None:
         is_lost = bool(running.lost) and not running.timed_out
-        if is_lost or _has_part_of(outcome.message, _ENDED_FROM_OUTSIDE):
+        if is_lost or has_part(outcome.message, _ENDED_FROM_OUTSIDE):
             return RetryReason.LOST
         if outcome.kind not in (OutcomeKind.ERROR, OutcomeKind.HOST_OOM):
             return None
@@ -127,7 +136,7 @@ class Retries:
         text = f"{outcome.message}\n{outcome.detail}"
         if _REFUSED_SEGMENTS.search(text):
             return RetryReason.SEGMENTS
-        is_of_port = outcome.kind is OutcomeKind.ERROR and _has_part_of(text, _ADDRESS_IN_USE)
+        is_of_port = outcome.kind is OutcomeKind.ERROR and has_part(text, _ADDRESS_IN_USE)
         if is_of_port and running.beside:
             self._port_taken.add(running.trial.id)  # another trial uses the port
             return RetryReason.ALONE
@@ -170,7 +179,7 @@ class Retries:
             return None
         later = self._methods[self._methods.index(running.method) + 1 :]
         is_first, before = self._is_first(running), outcome.before_engine
-        of_fork = _has_part_of(outcome.message, (*_NO_FORK_CUDA, *_DIED_OF_FORK))
+        of_fork = has_part(outcome.message, (*_NO_FORK_CUDA, *_DIED_OF_FORK))
         if is_first and before and not of_fork and StartMethod.COMMAND in later:
             return StartMethod.COMMAND
         return StartMethod.FRESH if StartMethod.FRESH in later and (of_fork or is_first) else None
@@ -184,8 +193,4 @@ class Retries:
 def is_of_device(outcome: Outcome) -> bool:
     """Return whether a trial failed with an error of a device or its driver."""
     text = f"{outcome.message}\n{outcome.detail}"
-    return outcome.kind is OutcomeKind.ERROR and _has_part_of(text, _OF_DEVICES)
-
-
-def _has_part_of(text: str, parts: Sequence[str]) -> bool:
-    return any(part in text for part in parts)
+    return outcome.kind is OutcomeKind.ERROR and has_part(text, _OF_DEVICES)

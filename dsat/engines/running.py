@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,6 @@ from dsat.values.trial import Trial
 _log = logging.getLogger(__name__)
 
 
-class ListeningClock:
-    """Clock that skips times when dsat was stopped or busy: a reading adds at most 20 s."""
-
-    def __init__(self) -> None:
-        self._read_s = time.monotonic()
-        self._now_s = 0.0
-
-    def now_s(self) -> float:
-        read_s = time.monotonic()
-        self._now_s += min(read_s - self._read_s, 2 * PING_EVERY_S)
-        self._read_s = read_s
-        return self._now_s
-
-
 @dataclass
 class Running:
     """A running trial.
@@ -43,7 +29,7 @@ class Running:
         shares: devices of the trial on each host, in the order of its ranks.
         method: method by which its ranks were started.
         alone: whether its hosts must not run another trial.
-        clock: time that counts against its limit.
+        counted_s: time that counts against its limit, at `read_s`.
         beside: whether another trial or a simulation ran at the same time.
         ended: messages "ended" of supervisors, by host.
         lost: message about the host whose loss ended the trial; empty if none.
@@ -54,7 +40,8 @@ class Running:
     method: StartMethod
     alone: bool = False
     began_s: float = field(default_factory=time.monotonic)
-    clock: ListeningClock = field(default_factory=ListeningClock)
+    counted_s: float = 0.0
+    read_s: float = field(default_factory=time.monotonic)
     beside: bool = False
     canceled: bool = False
     timed_out: bool = False
@@ -77,6 +64,13 @@ class Running:
     def running_hosts(self) -> set[int]:
         return self.hosts - self.ended.keys()
 
+    def count_s(self) -> float:
+        """Return the time that counts; at most 20 s more, as dsat may have been stopped or busy."""
+        read_s = time.monotonic()
+        self.counted_s += min(read_s - self.read_s, 2 * PING_EVERY_S)
+        self.read_s = read_s
+        return self.counted_s
+
     def collect_by_rank(self, what: str) -> list[Any]:
         """Return what supervisors reported for each rank: `statuses` or `killed`."""
         return [each for share in self.shares for each in self.ended[share.index][what]]
@@ -88,7 +82,7 @@ def find_overdue(running: Collection[Running], limit_s: float) -> tuple[list[Run
     for each in running:
         if each.timed_out or each.trial.id in (FULL_RUN_ID, SIMULATION_ID):
             continue
-        left_s.append(limit_s - each.clock.now_s())
+        left_s.append(limit_s - each.count_s())
         if left_s[-1] <= 0:
             each.timed_out = True
             overdue.append(each)
@@ -96,32 +90,19 @@ def find_overdue(running: Collection[Running], limit_s: float) -> tuple[list[Run
     return overdue, min(left_s)
 
 
-class ActivityLog:
-    """Log of slow activities of trials, with the elapsed time."""
+def log_activities(running: Collection[Running], next_s: dict[str, float]) -> None:
+    """Log activities of trials that have lasted 5 s, and again every 30 s.
 
-    def __init__(self) -> None:
-        self._next_s: dict[str, float] = {}  # by text: duration at which it is logged again
-
-    def write(self, running: Collection[Running]) -> None:
-        """Log activities that have lasted 5 s, and again every 30 s."""
-        for name, activity, duration_s in _slow_activities(running):
-            text = f"{name}: {activity}" if name else activity
-            if text not in self._next_s:
-                _log.info("%s", text)
-                self._next_s[text] = duration_s + slow.AGAIN_S
-            elif duration_s >= self._next_s[text]:
-                _log.info("%s: %.0f s so far", text, duration_s)
-                self._next_s[text] = duration_s + slow.AGAIN_S
-
-
-def _slow_activities(running: Collection[Running]) -> Iterator[tuple[str, str, float]]:
-    """Yield the trial's name, text and duration in seconds of each activity that lasts long.
-
-    The name is empty for the user's own command, which begins the run.
+    `next_s` is the duration at which a text is logged again; it is updated.
     """
     for each in running:
         path = each.folder / ACTIVITY_FILE
         with contextlib.suppress(OSError):
             duration_s = time.time() - path.stat().st_mtime
-            if duration_s > slow.LONG_S:
-                yield "" if each.start.is_own else each.trial.name, path.read_text(), duration_s
+            # The user's own command, which begins the run, has no name.
+            name = "" if each.start.is_own else f"{each.trial.name}: "
+            text = f"{name}{path.read_text()}"
+            if duration_s > next_s.get(text, slow.LONG_S):
+                elapsed = f": {duration_s:.0f} s so far" if text in next_s else ""
+                _log.info("%s%s", text, elapsed)
+                next_s[text] = duration_s + slow.AGAIN_S

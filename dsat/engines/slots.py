@@ -1,18 +1,14 @@
-"""Placement of trials on slots, with accounts of lost hosts and device errors."""
+"""Placement of trials on slots, with accounts of lost hosts."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
 from dsat.engines.machines.hosts import Host, Share
-from dsat.engines.retries import is_of_device
 from dsat.engines.running import Running
 from dsat.engines.start import SIMULATION_ID, Start
 from dsat.errors import EngineError
 from dsat.values import format as fmt
-from dsat.values.outcome import Outcome
-
-_MAX_DEVICE_ERRORS = 2
 
 
 class Slots:
@@ -43,7 +39,7 @@ class Slots:
     def find_room(
         self, start: Start, running: Collection[Running], *, alone: bool
     ) -> tuple[Share, ...] | None:
-        """Reserve slots for a trial; return None if there are too few.
+        """Reserve slots on the fullest hosts that have room; return None if there are too few.
 
         With `alone`, no other trial may run on the trial's hosts. A simulation needs no slots.
         """
@@ -53,15 +49,9 @@ class Slots:
         if any(other.start.alone for other in trials) or (start.alone and trials):
             return None
         taken = {host for other in trials if alone or other.alone for host in other.hosts}
-        return self._take(without=taken)
-
-    def _take(self, *, without: Collection[int]) -> tuple[Share, ...] | None:
-        """Reserve slots on the fullest hosts that have room; return None if there are too few."""
         count = min(self.needed, self._per_host)
         fitting = [
-            host
-            for host, free in enumerate(self._free)
-            if len(free) >= count and host not in without
+            host for host, free in enumerate(self._free) if len(free) >= count and host not in taken
         ]
         fitting.sort(key=lambda host: len(self._free[host]))
         chosen = sorted(fitting[: -(-self.needed // self._per_host)])
@@ -106,25 +96,3 @@ class Slots:
             f"{left * self._per_host} of {self._per_host * len(self._hosts)} still work "
             f"({'; '.join(reasons)}). Repair them, then continue with --resume."
         )
-
-
-class DeviceErrors:
-    """Counter of device errors since the last successful trial; the second error ends the run.
-
-    Attributes:
-        failure: why the run must end; empty if it may continue.
-    """
-
-    def __init__(self) -> None:
-        self._count = 0
-        self.failure = ""
-
-    def note(self, outcome: Outcome) -> None:
-        self._count = 0 if outcome.ok else self._count + is_of_device(outcome)
-        if self._count == _MAX_DEVICE_ERRORS:
-            self.failure = f"device errors ended two attempts: {outcome.message}"
-
-    def check(self) -> None:
-        """Raise EngineError if device errors end the run."""
-        if self.failure:
-            raise EngineError(f"{self.failure}. Check the devices, then continue with --resume.")

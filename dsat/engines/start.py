@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dsat.in_trial.meter_spec import MeterSpec
-from dsat.simulation.server import CAPTURED_MICRO_BATCH
-from dsat.space.overrides import overrides_for
-from dsat.values import parallelism, zero_strategy
-from dsat.values.parallelism import DATA_ONLY
-from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
+from dsat.values.trial import Trial, TrialOptions
 
 # Ids of runs that are not trials of the search.
 FULL_RUN_ID = -1
@@ -59,18 +53,3 @@ class Start:
     @property
     def is_own(self) -> bool:
         return self.own_ranks is not None
-
-
-def make_simulation_trial(own: Mapping[str, Any], script_args: Mapping[str, Any]) -> Trial:
-    """Return a trial with a single rank, in which the script's model is simulated.
-
-    Its stage is 3 if the user's configuration `own` has stage 3, else 0: a script may enter
-    `zero.Init` only in stage 3.
-    """
-    batch = BatchTriple(CAPTURED_MICRO_BATCH, CAPTURED_MICRO_BATCH, 1)
-    alone = {} if parallelism.of_config(own) == DATA_ONLY else DATA_ONLY.settings
-    stage = 3 if zero_strategy.of_config(own).stage == 3 else 0
-    overrides = overrides_for({**alone, "stage": stage}, batch)
-    return Trial(
-        SIMULATION_ID, TrialKind.SEARCH, "simulation", 0, batch, overrides, script_args=script_args
-    )

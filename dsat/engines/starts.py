@@ -8,7 +8,6 @@ import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,42 +22,25 @@ from dsat.command.experiment import (
 from dsat.engines import trial_folder
 from dsat.engines.agent import leftovers
 from dsat.engines.machines.hosts import Share
-from dsat.engines.machines.machine import Machine
 from dsat.engines.ports import free_ports
 from dsat.engines.rank_settings import find_cores, make_command_settings, make_rank_settings
-from dsat.engines.start import (
-    FULL_RUN_ID,
-    LocalOptions,
-    Start,
-    StartMethod,
-    make_simulation_trial,
-)
-from dsat.engines.trial_folder import (
-    COMMAND_FILE,
-    PACKAGES_FOLDER,
-    TRIALS_FOLDER,
-    log_files,
-)
+from dsat.engines.start import FULL_RUN_ID, SIMULATION_ID, LocalOptions, Start, StartMethod
+from dsat.engines.trial_folder import COMMAND_FILE, PACKAGES_FOLDER, TRIALS_FOLDER, log_files
 from dsat.in_trial.adapters.launchers import ALONE_VARIABLE
 from dsat.in_trial.adapters.trackers import variables_off
 from dsat.in_trial.hook import CHANGES_FILE, HOOK_FOLDER, RUN_VARIABLE, TRIAL_VARIABLE
 from dsat.in_trial.loopback import ADDRESS, INTERFACES, is_loopback
 from dsat.in_trial.memory_limit import MALLOC_VARIABLES
 from dsat.in_trial.meter_spec import MeterSpec
-from dsat.in_trial.rank_files import (
-    CONFIG_FILE,
-    DONE_FILE,
-    SPEC_FILE,
-    LocalTask,
-    RankSpec,
-)
+from dsat.in_trial.rank_files import CONFIG_FILE, SPEC_FILE, LocalTask, RankSpec
+from dsat.simulation.server import CAPTURED_MICRO_BATCH
+from dsat.space.overrides import overrides_for
+from dsat.values import parallelism, zero_strategy
 from dsat.values.files import PRIVATE_FOLDER, remove, write_atomically
+from dsat.values.parallelism import DATA_ONLY
 from dsat.values.text import assignment, hide_secrets_in_values, shell_line
-from dsat.values.trial import Trial
+from dsat.values.trial import BatchTriple, Trial, TrialKind
 
-# Seconds that ranks may run after another rank has ended with status 0.
-LINGER_S = 20.0
-_SIZES = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 _SHOWN_TO_SCRIPTS = frozenset(
     """
     checkpoint_policy data debug description entrypoint labels max_restarts min_checkpoint_period
@@ -95,8 +77,24 @@ class StartBuilder:
         return Start(trial, self.run / TRIALS_FOLDER / trial.name, meter)
 
     def simulation(self, messages: Path, script_args: Mapping[str, Any]) -> Start:
-        """Return a start of the script for simulations of its model."""
-        trial = make_simulation_trial(self.experiment.base_config, script_args)
+        """Return a start of the script for simulations of its model, with a single rank.
+
+        Its stage is 3 if the user's configuration has stage 3, else 0: a script may enter
+        `zero.Init` only in stage 3.
+        """
+        batch = BatchTriple(CAPTURED_MICRO_BATCH, CAPTURED_MICRO_BATCH, 1)
+        own = self.experiment.base_config
+        alone = {} if parallelism.of_config(own) == DATA_ONLY else DATA_ONLY.settings
+        stage = 3 if zero_strategy.of_config(own).stage == 3 else 0
+        trial = Trial(
+            SIMULATION_ID,
+            TrialKind.SEARCH,
+            "simulation",
+            0,
+            batch,
+            overrides_for({**alone, "stage": stage}, batch),
+            script_args=script_args,
+        )
         return Start(trial, self.run / "simulation", None, messages)
 
     def config_of(self, start: Start) -> dict[str, Any]:
@@ -138,13 +136,15 @@ class StartBuilder:
         return plan.requests()
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Plan:
     """One start of a trial's ranks.
 
     Attributes:
         program: entrypoint with the trial's configuration.
         ports: three ports for the first host of the trial; they are free on this machine.
+        machine: the machine of the first host; all are alike.
+        addresses: of the hosts; loopback if there is only one.
     """
 
     builder: StartBuilder
@@ -154,6 +154,20 @@ class _Plan:
     program: Entrypoint
     config: Mapping[str, Any]
     ports: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        first, *others = self.shares
+        self.machine = first.host.machine
+        self.ranks_per_host = first.ranks
+        self.ranks = first.ranks * len(self.shares)
+        self.addresses = [share.host.address for share in self.shares] if others else [ADDRESS]
+        self.is_command = self.method is StartMethod.COMMAND
+        started_in = self.program.started_in if self.is_command else ""
+        self.cwd = Path(started_in or self.builder.cwd).resolve()
+        self.folder = self.start.folder.resolve()
+        is_wanted = self.builder.options.trial.slot_memory_bytes is not None
+        on_cpu = self.machine.is_cpu or self.start.is_own
+        self.limits_memory = is_wanted and on_cpu and self.start.meter is not None
 
     def spec(self) -> RankSpec:
         """Return the specification that every rank reads."""
@@ -168,57 +182,53 @@ class _Plan:
             length = length_in_units(meter.longest, config, trial.batch)
         if meter is not None or messages is not None:  # not a full-length run
             config["searcher"] = {**dict(config.get("searcher") or {}), "name": "custom"}
-        is_cpu, memory_bytes = self._machine.is_cpu, options.trial.slot_memory_bytes
-        devices = self._machine.devices_of(self.shares[0].slots or (0,))
-        starts_ranks = not self._is_command or start.is_own
+        is_cpu, memory_bytes = self.machine.is_cpu, options.trial.slot_memory_bytes
+        devices = self.machine.devices_of(self.shares[0].slots or (0,))
         return RankSpec(
             trial=trial,
             program=replace(self.program, env={}),
             task=LocalTask(
                 trial_id=max(trial.id, 0),
-                slots=self._ranks,
+                slots=self.ranks,
                 hparams=hparams,
                 experiment_config=config,
                 length=length,
                 seed=options.seed,
                 ports=self.ports[1:],
                 devices=[] if is_cpu else devices,
-                hosts=self._addresses,
+                hosts=self.addresses,
             ),
             meter=meter,
             simulation_folder=None if messages is None else str(messages),
-            cpu_memory_bytes=memory_bytes if self._limits_memory else None,
+            cpu_memory_bytes=memory_bytes if self.limits_memory else None,
             threads=1 if is_cpu else None,
             own=start.is_own,
-            is_command=self._is_command,
+            is_command=self.is_command,
             defaults_local_rank=(
-                starts_ranks
-                and (start.own_ranks or self._ranks) > 1
+                (start.is_own or not self.is_command)
+                and self.ranks > 1
                 and not self.program.launch.passes_local_rank
             ),
         )
 
     def requests(self) -> dict[int, dict[str, Any]]:
         """Return the requests to supervisors, by host."""
-        trial_folder.make_hook(self._folder)
-        found, is_full_run = {}, self.start.trial.id == FULL_RUN_ID
+        trial_folder.make_hook(self.folder)
+        found = {}
+        processes = 1 if self.is_command and not self.start.is_own else self.ranks_per_host
         for cross_rank, share in enumerate(self.shares):
-            first = cross_rank * self._ranks_per_host
-            processes = share.ranks
-            if self._is_command:
-                processes = self.start.own_ranks or 1
+            first = cross_rank * self.ranks_per_host
             found[share.index] = {
                 "op": "launch",
                 "trial": self.start.trial.id,
-                "folder": str(self._folder),
-                "cwd": str(self._cwd),
+                "folder": str(self.folder),
+                "cwd": str(self.cwd),
                 "port": self.ports[0],
-                "ranks": [self._process(share, local, first) for local in range(processes)],
+                "ranks": [self._process(first + local) for local in range(processes)],
                 "logs": log_files(cross_rank),
                 "fork": self.method is StartMethod.FORKED,
-                "starts_ranks": not self._is_command,
-                "linger_s": None if is_full_run else LINGER_S,
-                "done": None if is_full_run else DONE_FILE,
+                "starts_ranks": not self.is_command,
+                "is_full_run": self.start.trial.id == FULL_RUN_ID,
                 "swap": [] if self.start.is_own else leftovers.swap_folders(self.config),
             }
         return found
@@ -240,9 +250,9 @@ class _Plan:
 
     def command_text(self) -> str:
         """Return shell commands that repeat the trial, with secrets hidden."""
-        change = f"cd {shlex.quote(str(self._cwd))}"
-        words = self._command(0) if self._is_command else self.program.command()
-        shown = shell_line(words, self._folder)
+        change = f"cd {shlex.quote(str(self.cwd))}"
+        words = self._command(0) if self.is_command else self.program.command()
+        shown = shell_line(words, self.folder)
         if self.start.is_own:
             return f"{change}\n{shown}\n"
         chosen = self.start.trial.script_args
@@ -252,27 +262,29 @@ class _Plan:
             for name, value in hide_secrets_in_values(chosen).items()
         ]
         texts = []
-        for rank in range(1 if self._is_command else self._ranks):
-            command = shell_line(self._command(rank), self._folder)
+        for rank in range(1 if self.is_command else self.ranks):
+            command = shell_line(self._command(rank), self.folder)
             variables = sorted(self.environment(rank).items())
             env = [assignment(n, v) for n, v in variables if os.environ.get(n) != v]
-            hooked = f"PYTHONPATH={shlex.quote(str(self._folder / HOOK_FOLDER))}"
-            hooked += f'"${{PYTHONPATH:+:$PYTHONPATH}}":{shlex.quote(str(self._packages))}'
+            hooked = f"PYTHONPATH={shlex.quote(str(self.folder / HOOK_FOLDER))}"
+            hooked += (
+                f'"${{PYTHONPATH:+:$PYTHONPATH}}":{shlex.quote(str(self.folder / PACKAGES_FOLDER))}'
+            )
             line = " ".join(["env", *env, hooked, command])
-            host = self.shares[rank // self._ranks_per_host].host.name
+            host = self.shares[rank // self.ranks_per_host].host.name
             texts.append(f"# on {host}\n{line}" if len(self.shares) > 1 else line)
         return "\n".join([*lines, change, " &\n".join(texts)]) + "\n"
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return the variables of a rank or the user's command, without the hook in PYTHONPATH."""
-        builder, share = self.builder, self.shares[rank // self._ranks_per_host]
-        is_command = self._is_command
+        builder, share = self.builder, self.shares[rank // self.ranks_per_host]
+        is_command = self.is_command
         env = {
-            **(INTERFACES if is_loopback(self._addresses[0]) else {}),
+            **(INTERFACES if is_loopback(self.addresses[0]) else {}),
             **os.environ,
             **builder.experiment.env,
             "PYTHONUNBUFFERED": "1",
-            TRIAL_VARIABLE: str(self._folder),
+            TRIAL_VARIABLE: str(self.folder),
             RUN_VARIABLE: str(builder.run.resolve()),
             **leftovers.owner_mark(),
         }
@@ -283,115 +295,73 @@ class _Plan:
         elif not self.start.is_own:  # for a command that does not set them itself
             env |= {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(self.ports[0])}
         if not self.start.is_own:
-            env["DS_ACCELERATOR"] = self._machine.accelerator
+            env["DS_ACCELERATOR"] = self.machine.accelerator
         if is_command and (self.start.is_own or self.start.meter is not None):
             # If the hook set these in a launcher, they would be recorded as variables of the user.
-            env |= variables_off(self._folder)
+            env |= variables_off(self.folder)
         if is_command:
-            env |= make_command_settings(self._machine, env)
+            env |= make_command_settings(self.machine, env)
         else:
             env |= share.host.machine.variables_of(share.slots or (0,))
-            ranks = self._ranks_per_host
-            env |= make_rank_settings(self._machine, self.program, self.config, ranks, env)
-        if self.method is StartMethod.FRESH and self._limits_memory:
+            ranks = self.ranks_per_host
+            env |= make_rank_settings(self.machine, self.program, self.config, ranks, env)
+        if self.method is StartMethod.FRESH and self.limits_memory:
             # The memory limit itself is set before the first model is built.
             env |= {name: str(value) for name, value in MALLOC_VARIABLES.items()}
-        return env | accelerate_env.make_parallelism_variables(env, self.config, self._ranks)
+        return env | accelerate_env.make_parallelism_variables(env, self.config, self.ranks)
 
     def _variables_of_launcher(self, rank: int) -> dict[str, str]:
-        if self.start.own_ranks:
-            of_all = dict.fromkeys(_SIZES, str(self.start.own_ranks))
-            alone = {ALONE_VARIABLE: "1"} if self.start.own_ranks == 1 else {}
-            master = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": str(self.ports[0])}
-            return of_all | alone | master | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-        cross_rank, local_rank = divmod(rank, self._ranks_per_host)
-        hosts, ranks_per_host = str(len(self.shares)), str(self._ranks_per_host)
-        return {
+        cross_rank, local_rank = divmod(rank, self.ranks_per_host)
+        hosts, ranks_per_host = str(len(self.shares)), str(self.ranks_per_host)
+        env = {
             "RANK": str(rank),
             "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(self._ranks),
+            "WORLD_SIZE": str(self.ranks),
             "LOCAL_SIZE": ranks_per_host,
             "LOCAL_WORLD_SIZE": ranks_per_host,
+            "MASTER_ADDR": self.addresses[0],
+            "MASTER_PORT": str(self.ports[0]),
+        }
+        if self.start.is_own:
+            return env | ({ALONE_VARIABLE: "1"} if self.ranks == 1 else {})
+        return env | {
             "CROSS_RANK": str(cross_rank),
             "CROSS_SIZE": hosts,
             "GROUP_RANK": str(cross_rank),
             "GROUP_WORLD_SIZE": hosts,
-            "MASTER_ADDR": self._addresses[0],
-            "MASTER_PORT": str(self.ports[0]),
             "USE_DEEPSPEED": "1",
-            "DET_CHIEF_IP": self._addresses[0],
+            "DET_CHIEF_IP": self.addresses[0],
         }
 
-    def _process(self, share: Share, local: int, first: int) -> dict[str, Any]:
-        env, command = self.environment(first + local), self._command(first + local)
+    def _process(self, rank: int) -> dict[str, Any]:
+        env, command = self.environment(rank), self._command(rank)
         env["PYTHONPATH"] = self._add_hook(env.get("PYTHONPATH", ""))
         for number, word in enumerate(command if Path(command[0]).name == "env" else ()):
             name, _, value = word.partition("=")
             if name == "PYTHONPATH":
                 command[number] = f"{name}={self._add_hook(value)}"
-        is_bound = not self._is_command or self._machine.is_cpu
+        cross_rank, local_rank = divmod(rank, self.ranks_per_host)
+        share = self.shares[cross_rank]
+        is_bound = not self.is_command or self.machine.is_cpu
         return {
             "env": env,
-            "cores": find_cores(share, local, self.program, self.config) if is_bound else [],
+            "cores": find_cores(share, local_rank, self.program, self.config) if is_bound else [],
             "command": command,
         }
 
     def _add_hook(self, path: str) -> str:
         """Return a `PYTHONPATH` with the hook's folder before its entries and dsat's after them."""
-        paths = [str(self._folder / HOOK_FOLDER), path, str(self._packages)]
+        paths = [str(self.folder / HOOK_FOLDER), path, str(self.folder / PACKAGES_FOLDER)]
         if self.builder.experiment.includes:  # the script may be a link to another folder
-            paths.insert(2, str(self._cwd))
+            paths.insert(2, str(self.cwd))
         return os.pathsep.join(filter(None, paths))
 
     def _command(self, rank: int) -> list[str]:
-        if self._is_command:
+        if self.is_command:
             name, *words = self.program.started_by
             return [shutil.which(name) or name, *words]
         program = self.program
         if program.launch.passes_local_rank:
-            local_rank = f"--local_rank={rank % self._ranks_per_host}"
+            local_rank = f"--local_rank={rank % self.ranks_per_host}"
             program = replace(program, args=(local_rank, *program.args))
         return program.command()
-
-    @property
-    def _limits_memory(self) -> bool:
-        is_wanted = self.builder.options.trial.slot_memory_bytes is not None
-        on_cpu = self._machine.is_cpu or self.start.is_own
-        return is_wanted and on_cpu and self.start.meter is not None
-
-    @property
-    def _is_command(self) -> bool:
-        return self.method is StartMethod.COMMAND
-
-    @property
-    def _cwd(self) -> Path:
-        started_in = self.program.started_in if self._is_command else ""
-        return Path(started_in or self.builder.cwd).resolve()
-
-    @property
-    def _packages(self) -> Path:
-        return self._folder / PACKAGES_FOLDER
-
-    @cached_property
-    def _folder(self) -> Path:
-        return self.start.folder.resolve()
-
-    @property
-    def _machine(self) -> Machine:
-        """Machine of the first host; all are alike."""
-        return self.shares[0].host.machine
-
-    @property
-    def _ranks_per_host(self) -> int:
-        return self.shares[0].ranks
-
-    @property
-    def _ranks(self) -> int:
-        return self._ranks_per_host * len(self.shares)
-
-    @property
-    def _addresses(self) -> list[str]:
-        """Addresses of the hosts; loopback if there is only one."""
-        if len(self.shares) == 1:
-            return [ADDRESS]
-        return [share.host.address for share in self.shares]

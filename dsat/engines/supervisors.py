@@ -19,7 +19,7 @@ from typing import Any
 from dsat.engines.agent import leftovers
 from dsat.engines.agent.supervisor import MARK
 from dsat.engines.machines.hosts import Host
-from dsat.engines.machines.processes import spawn, variables_with_dsat
+from dsat.engines.machines.processes import Reach, spawn, variables_with_dsat
 from dsat.errors import EngineError
 from dsat.in_trial.hook import RUN_VARIABLE
 from dsat.values import slow
@@ -165,7 +165,7 @@ class Supervisors:
     def close(self) -> None:
         """End the supervisors and all that they started; remove the locks of killed compilers."""
         for client in self._clients.values():
-            client.ask_to_end()
+            client.send(None)
         try:
             for client in self._clients.values():
                 client.wait_for_end()
@@ -179,16 +179,21 @@ class Supervisors:
     def kill(self) -> None:
         """End the supervisors at once, even while they import."""
         for client in self._clients.values():
-            client.kill()
+            client.process.kill()
         self.close()
 
     def _start(self, hosts: Collection[int]) -> None:
         self._inbox: _Inbox = queue.Queue()
         self._clients: dict[int, _Client] = {}
+        env = variables_with_dsat({**self._env, RUN_VARIABLE: str(self._folder)})
+        env |= leftovers.owner_mark()
+        # Keep torch and DeepSpeed from asking CUDA for its devices, after which no fork can use
+        # them.
+        env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         for number in hosts:
-            env = {**self._env, RUN_VARIABLE: str(self._folder), **leftovers.owner_mark()}
-            log = self._folder / "supervisor.log"
-            self._clients[number] = _Client(number, self._hosts[number], log, env, self._inbox)
+            host, log = self._hosts[number], self._folder / "supervisor.log"
+            own = {"DS_ACCELERATOR": name} if (name := host.machine.accelerator) else {}
+            self._clients[number] = _Client(number, host.reach, log, env | own, self._inbox)
 
     def _read(self, timeout_s: float) -> _Messages:
         found: _Messages = []
@@ -199,7 +204,7 @@ class Supervisors:
                     continue
                 self._clients[host].unanswered = 0
                 if answer is None:
-                    found.append((host, {"event": LOST, "reason": self._drop(host)}))
+                    found.append(self._drop(host))
                 elif answer["event"] != "pong":
                     found.append((host, answer))
         return found
@@ -212,24 +217,24 @@ class Supervisors:
         most = SILENT_AFTER_S / PING_EVERY_S
         silent = [host for host, client in self._clients.items() if client.unanswered >= most]
         reason = f"it has not answered for {SILENT_AFTER_S:g} s"
-        lost = [self._abandon(host, reason) for host in silent]
+        lost = [self._drop(host, reason) for host in silent]
         for client in self._clients.values():
             client.unanswered += 1
             client.send({"op": "ping"})
         return lost
 
-    def _abandon(self, host: int, reason: str) -> tuple[int, dict[str, Any]]:
-        """Give up a silent host, whose supervisor then ends its trials; return a LOST message."""
-        self._clients[host].kill()
-        self._drop(host)
-        return host, {"event": LOST, "reason": reason}
+    def _drop(self, host: int, silence: str = "") -> tuple[int, dict[str, Any]]:
+        """Give up a host whose supervisor ended or is silent, for a reason; return a LOST message.
 
-    def _drop(self, host: int) -> str:
+        A silent supervisor ends its trials when it is cut off.
+        """
         client = self._clients.pop(host)
-        client.ask_to_end()
-        status = client.wait_for_end()
-        log = self._folder / "supervisor.log"
-        return f"the process that runs trials ended (exit status {status}; see {log})"
+        if silence:
+            client.process.kill()
+        client.send(None)
+        status, log = client.wait_for_end(), self._folder / "supervisor.log"
+        ended = f"the process that runs trials ended (exit status {status}; see {log})"
+        return host, {"event": LOST, "reason": silence or ended}
 
     def _ask(
         self, requests: Mapping[int, Mapping[str, Any]], limit_s: float
@@ -254,7 +259,7 @@ class Supervisors:
                 reason = f"{task} took longer than {limit_s:g} s"
                 if not answers:
                     raise EngineError(reason)
-                kept += [self._abandon(host, reason) for host in sorted(missing)]
+                kept += [self._drop(host, reason) for host in sorted(missing)]
                 continue
             for host, answer in self._read(left_s):
                 if answer["event"] == requests[host]["op"]:
@@ -273,61 +278,45 @@ class _Client:
     """
 
     def __init__(
-        self, number: int, host: Host, log: Path, env: Mapping[str, str], inbox: _Inbox
+        self, number: int, reach: Reach, log: Path, env: Mapping[str, str], inbox: _Inbox
     ) -> None:
         self.unanswered = 0  # pings since the last answer
         self._requests = queue.SimpleQueue[Mapping[str, Any] | None]()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         with open(os.open(log, flags, PRIVATE_FILE), "ab") as file:
-            self._process = spawn(
-                host.reach,
-                [sys.executable, "-m", "dsat.engines.agent.supervisor"],
-                _environment(host.machine.accelerator, env),
-                file,
-            )
+            command = [sys.executable, "-m", "dsat.engines.agent.supervisor"]
+            self.process = spawn(reach, command, env, file)
         threading.Thread(target=self._write, daemon=True).start()
         threading.Thread(target=self._read, args=(number, inbox), daemon=True).start()
 
-    def send(self, request: Mapping[str, Any]) -> None:
+    def send(self, request: Mapping[str, Any] | None) -> None:
+        """Send a request; None makes the supervisor end, with everything that it started."""
         self._requests.put(request)
-
-    def ask_to_end(self) -> None:
-        """Make the supervisor end, with everything that it started."""
-        self._requests.put(None)
 
     def wait_for_end(self) -> int:
         """Wait for the end of the supervisor, or else kill it; return its exit status."""
         for insist, limit_s in (
-            (self._process.terminate, _END_LIMIT_S),
-            (self._process.kill, _TERMINATE_LIMIT_S),
+            (self.process.terminate, _END_LIMIT_S),
+            (self.process.kill, _TERMINATE_LIMIT_S),
         ):
             try:
-                return self._process.wait(limit_s)
+                return self.process.wait(limit_s)
             except subprocess.TimeoutExpired:
                 insist()
-        return self._process.wait()
-
-    def kill(self) -> None:
-        self._process.kill()
+        return self.process.wait()
 
     def _write(self) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self.process.stdin as stdin:
             while (request := self._requests.get()) is not None:
                 stdin.write(json.dumps(request).encode() + b"\n")
                 stdin.flush()
 
     def _read(self, number: int, inbox: _Inbox) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as stdout:
+        assert self.process.stdout is not None
+        with self.process.stdout as stdout:
             for line in stdout:
                 _, mark, answer = line.partition(MARK)
                 if mark and answer.endswith(b"}\n"):  # a killed supervisor may leave half a line
                     inbox.put((number, json.loads(answer)))
         inbox.put((number, None))
-
-
-def _environment(accelerator: str, own: Mapping[str, str]) -> dict[str, str]:
-    # Keep torch and DeepSpeed from asking CUDA for its devices, after which no fork can use them.
-    found = {**variables_with_dsat(own), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    return {**found, "DS_ACCELERATOR": accelerator} if accelerator else found

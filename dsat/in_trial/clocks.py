@@ -93,7 +93,7 @@ class MemoryWatch:
         self._accelerator = accelerator
         self._before = before
         self.has_allocator = not accelerator.is_synchronized_device()
-        self._peaks: dict[tuple[str, str], int] = {}
+        self._peaks: dict[tuple[str, str], int] = {}  # by field of `MemoryUse` and phase
 
     def reset(self) -> None:
         """Reset the peaks at the start of a phase."""
@@ -116,26 +116,20 @@ class MemoryWatch:
             self._peaks[largest] = max(value, self._peaks[largest])
 
     def _read(self) -> dict[str, int]:
-        values = {"host": _read_status("VmHWM:")}
+        values = {"host_rss_bytes": _read_status("VmHWM:")}
         if self.has_allocator:
-            values["allocated"] = self._accelerator.max_memory_allocated()
-            values["reserved"] = self._accelerator.max_memory_reserved()
+            values["allocated_bytes"] = self._accelerator.max_memory_allocated()
+            values["reserved_bytes"] = self._accelerator.max_memory_reserved()
         return values
 
     def over_ranks(self, maximum: Callable[[list[float]], list[float]]) -> MemoryUse:
         keys = sorted(self._peaks)
-        peaks = [float(self._peaks[key]) for key in keys]
-        *peaks, context, data = maximum(
-            [*peaks, float(self._context_bytes()), float(self._data_bytes())]
-        )
-        values = dict(zip(keys, peaks, strict=True))
-
-        def by_phase(kind: str) -> dict[str, int]:
-            return {phase: int(v) for (k, phase), v in values.items() if k == kind}
-
-        return MemoryUse(
-            by_phase("allocated"), by_phase("reserved"), by_phase("host"), int(context), int(data)
-        )
+        own = [*(self._peaks[key] for key in keys), self._context_bytes(), self._data_bytes()]
+        *peaks, context, data = map(int, maximum(list(map(float, own))))
+        fields: dict[str, Any] = {}
+        for (kind, phase), peak in zip(keys, peaks, strict=True):
+            fields.setdefault(kind, {})[phase] = peak
+        return MemoryUse(**fields, context_bytes=context, data_bytes=data)
 
     def _data_bytes(self) -> int:
         if self.has_allocator or not self.counts_data:

@@ -19,12 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from dsat.command import switches
-from dsat.command.ds_config import (
-    DSAT_MODE_KEY,
-    DSAT_SWITCHES_KEY,
-    DSAT_TRIAL_KEY,
-    OVERWRITE_KEY,
-)
+from dsat.command.ds_config import DSAT_MODE_KEY, DSAT_SWITCHES_KEY, DSAT_TRIAL_KEY, OVERWRITE_KEY
 from dsat.errors import InvalidTrial
 from dsat.in_trial import failures, runner_watch
 from dsat.in_trial.adapters import install as adapters

@@ -168,10 +168,10 @@ def place_in_script(frame: FrameType) -> str:
 def classify_text(text: str) -> OutcomeKind:
     """Classify the end of a process that reported no exception, by its log."""
     text = text.lower()
-    if _has(text, _HOST_OUT_OF_MEMORY):
+    if has_part(text, _HOST_OUT_OF_MEMORY):
         return OutcomeKind.HOST_OOM
     marks = ("outofmemoryerror", *_OUT_OF_MEMORY, *_CPU_OUT_OF_MEMORY)
-    return OutcomeKind.OOM if _has(text, marks) else OutcomeKind.ERROR
+    return OutcomeKind.OOM if has_part(text, marks) else OutcomeKind.ERROR
 
 
 def user_traceback(error: BaseException) -> str:
@@ -202,7 +202,7 @@ def _is_of_dsat(error: BaseException) -> bool:
     """
     if isinstance(error, (SystemExit, KeyboardInterrupt, DsatError)):
         return False
-    if _has(str(error).lower(), _FROM_ELSEWHERE) or classify(error) is not OutcomeKind.ERROR:
+    if has_part(str(error).lower(), _FROM_ELSEWHERE) or classify(error) is not OutcomeKind.ERROR:
         return False
     paths = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     for path in reversed(paths):
@@ -227,20 +227,21 @@ def _memory_kind(error: BaseException) -> OutcomeKind | None:
         return None
     text = str(error).lower()
     killed = "dataloader worker" in text and ("signal: killed" in text or "bus error" in text)
-    if killed or _has(text, _HOST_OUT_OF_MEMORY):
+    if killed or has_part(text, _HOST_OUT_OF_MEMORY):
         return OutcomeKind.HOST_OOM
-    if _has(text, _CPU_OUT_OF_MEMORY):
+    if has_part(text, _CPU_OUT_OF_MEMORY):
         return of_cpu
-    if _has(text, _OUT_OF_MEMORY):
+    if has_part(text, _OUT_OF_MEMORY):
         # The message of a failed cudaHostAlloc is the same; only its traceback differs.
         pinning = "pin_memory" in "".join(traceback.format_tb(error.__traceback__))
         return OutcomeKind.HOST_OOM if pinning else OutcomeKind.OOM
-    if _has(text, _FOR_WANT_OF_MEMORY) and _is_nearly_full():
+    if has_part(text, _FOR_WANT_OF_MEMORY) and _is_nearly_full():
         return OutcomeKind.OOM
     return None
 
 
-def _has(text: str, parts: tuple[str, ...]) -> bool:
+def has_part(text: str, parts: tuple[str, ...]) -> bool:
+    """Return whether a text contains any of several texts."""
     return any(part in text for part in parts)
 
 

@@ -29,77 +29,70 @@ CHANGES_FILE = "command.json"  # of the trial: arguments and variables that diff
 _LOCAL_RANK = ("--local_rank=", "--local-rank=")  # of DeepSpeed's launcher and torch's older one
 
 
-class _Process:
-    """This process, which is or may become a rank of the trial."""
+def _begin(folder: Path) -> None:
+    """Prepare this process, which is or may become a rank of the trial in a folder."""
+    rank = os.environ.get(RANK_VARIABLE)
+    start = {
+        "pid": os.getpid(),
+        "argv": list(sys.argv),
+        "cwd": os.getcwd(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "env": dict(os.environ),
+    }
+    is_below_rank = rank not in (None, str(os.getpid()))
+    if not is_below_rank:
+        _change_arguments(folder / CHANGES_FILE)
+    from dsat.in_trial.adapters import install
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        rank = os.environ.get(RANK_VARIABLE)
-        self._is_rank = rank == str(os.getpid())
-        self._is_below_rank = rank is not None and not self._is_rank
-        self._start = {
-            "pid": os.getpid(),
-            "argv": list(sys.argv),
-            "cwd": os.getcwd(),
-            "cores": sorted(os.sched_getaffinity(0)),
-            "env": dict(os.environ),
-        }
+    install.begin(folder, is_below_rank=is_below_rank)  # before other modules bind functions
+    if not is_below_rank:
+        _watch(folder, start, is_rank=rank is not None)
 
-    def begin(self) -> None:
-        if self._is_below_rank:
-            from dsat.in_trial.adapters import install
 
-            install.begin(self._folder, is_below_rank=True)
-            return
-        self._change_arguments()
-        self._watch()
+def _change_arguments(path: Path) -> None:
+    """Replace the arguments and variables of the user's command with the trial's."""
+    if not path.exists():  # the process started with the trial's
+        return
+    changes = json.loads(path.read_text(encoding="utf-8"))
+    seen, wanted = changes["args"]
+    own = sys.argv[1:]
+    local_rank = [word for word in own[:1] if word.startswith(_LOCAL_RANK)]
+    if sys.argv[0] in changes["programs"] and own[len(local_rank) :] == seen:
+        sys.argv[1:] = [*local_rank, *wanted]
+    seen, wanted = changes["env"]
+    if seen.items() <= os.environ.items():
+        for name in seen:
+            del os.environ[name]
+        os.environ.update(wanted)
 
-    def _change_arguments(self) -> None:
-        """Replace the arguments and variables of the user's command with the trial's."""
-        path = self._folder / CHANGES_FILE
-        if not path.exists():  # the process started with the trial's
-            return
-        changes = json.loads(path.read_text(encoding="utf-8"))
-        seen, wanted = changes["args"]
-        own = sys.argv[1:]
-        local_rank = [word for word in own[:1] if word.startswith(_LOCAL_RANK)]
-        if sys.argv[0] in changes["programs"] and own[len(local_rank) :] == seen:
-            sys.argv[1:] = [*local_rank, *wanted]
-        seen, wanted = changes["env"]
-        if seen.items() <= os.environ.items():
-            for name in seen:
-                del os.environ[name]
-            os.environ.update(wanted)
 
-    def _watch(self) -> None:
-        """Install the adapters before other modules bind functions; register hooks for a rank."""
-        import wrapt
+def _watch(folder: Path, start: dict[str, Any], *, is_rank: bool) -> None:
+    """Make `dsat.in_trial.rank` prepare the process when it imports DeepSpeed or transformers."""
+    import wrapt
 
-        from dsat.in_trial.adapters import install
-        from dsat.in_trial.adapters.trial import TRIAL
+    from dsat.in_trial.adapters.trial import TRIAL
 
-        install.begin(self._folder)
-        names = ["deepspeed", "transformers"]  # imported before their adapted modules
-        if self._is_rank:
-            names.append("determined")  # its harness imports the script later
-            # A rank may end before it imports DeepSpeed.
-            TRIAL.on_uncaught = lambda error: self._this_rank().fail(error)
-            atexit.register(lambda: self._this_rank().finish())
-        for name in names:
-            wrapt.register_post_import_hook(self._prepare, name)
-
-    def _prepare(self, _: ModuleType) -> None:
+    def prepare(_: ModuleType) -> None:
         deepspeed = sys.modules.get("deepspeed")
         if deepspeed is not None and not hasattr(deepspeed, "initialize"):
             return  # DeepSpeed below 0.18 imports transformers itself, and is not ready yet
         from dsat.in_trial import rank
 
-        rank.begin(self._folder, self._start, is_rank=self._is_rank)
+        rank.begin(folder, start, is_rank=is_rank)
 
-    def _this_rank(self) -> Any:
+    def this_rank() -> Any:
         from dsat.in_trial import rank
 
-        return rank.get_rank(self._folder)
+        return rank.get_rank(folder)
+
+    names = ["deepspeed", "transformers"]  # imported before their adapted modules
+    if is_rank:
+        names.append("determined")  # its harness imports the script later
+        # A rank may end before it imports DeepSpeed.
+        TRIAL.on_uncaught = lambda error: this_rank().fail(error)
+        atexit.register(lambda: this_rank().finish())
+    for name in names:
+        wrapt.register_post_import_hook(prepare, name)
 
 
 def _run_hidden_sitecustomize() -> None:
@@ -117,5 +110,5 @@ if __name__ == "sitecustomize":
     sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), SPARE_FOLDER))
     # Another program's Python may be older than dsat supports.
     if TRIAL_VARIABLE in os.environ and sys.version_info >= (3, 10):
-        _Process(Path(os.environ[TRIAL_VARIABLE])).begin()
+        _begin(Path(os.environ[TRIAL_VARIABLE]))
     _run_hidden_sitecustomize()

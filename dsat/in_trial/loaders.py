@@ -8,52 +8,46 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
+
+from dsat.in_trial.adapters.calls import Call
 
 # A kind of loader: its batch size, and an upper bound on its samples per epoch on this rank.
 Kind = tuple[int, int]
-_in_store = 0
-_waited_s = 0.0
+batches_in_store = 0  # the most that any loader prepares in advance
+waited_s = 0.0  # for batches, in this process
 _begun: Counter[Kind] = Counter()  # epochs
 _read: Counter[Kind] = Counter()  # batches, since the training's engine was made
 
 
-def begin_epoch(loader: Any, iterator: Any) -> None:
-    """Count an epoch of a loader; note how many batches the loader prepares in advance."""
+def begin_epoch(call: Call) -> Any:
+    """Record how many batches a loader prepares in advance, and the length of its epoch."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-    global _in_store
-    _in_store = max(_in_store, loader.num_workers * (loader.prefetch_factor or 0))
+    global batches_in_store
+    loader, iterator = call.owner, call.proceed()
+    in_store = loader.num_workers * (loader.prefetch_factor or 0)
+    batches_in_store = max(batches_in_store, in_store)
     if "dsat_kind" not in loader.__dict__:  # once: a script's sampler may compute its length slowly
         loader.dsat_kind = _kind_of(loader.batch_sampler)
     if loader.dsat_kind is not None:
         _begun[loader.dsat_kind] += 1
     if isinstance(iterator, _BaseDataLoaderIter):
         iterator.dsat_kind = loader.dsat_kind  # type: ignore[attr-defined]
+    return iterator
 
 
-def wait_for_batch(iterator: Any, get: Callable[[], Any]) -> Any:
-    """Return the next batch of an iterator; count the batch, and the time spent waiting for it."""
-    global _waited_s
+def get_batch(call: Call) -> Any:
+    """Measure how long the script waits for a batch."""
+    global waited_s
     begin = time.perf_counter()
     try:
-        batch = get()
+        batch = call.proceed()
     finally:
-        _waited_s += time.perf_counter() - begin
-    if (kind := getattr(iterator, "dsat_kind", None)) is not None:
+        waited_s += time.perf_counter() - begin
+    if (kind := getattr(call.owner, "dsat_kind", None)) is not None:
         _read[kind] += 1
     return batch
-
-
-def batches_in_store() -> int:
-    """Return the largest number of batches that any loader prepares in advance."""
-    return _in_store
-
-
-def waited_s() -> float:
-    """Return the seconds that this process has waited for batches."""
-    return _waited_s
 
 
 def begin_training() -> None:

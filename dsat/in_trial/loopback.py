@@ -6,15 +6,12 @@ import contextlib
 import ipaddress
 import os
 import socket
-from collections.abc import Callable
 from typing import Any
 
 ADDRESS = "127.0.0.1"
 # Variables that make torch's backends use loopback. By default gloo uses the interface of the
 # host's name, and NCCL any interface but loopback.
 INTERFACES = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-_BACKLOG = 1024
-_POSITIONAL = ("host_name", "port", "world_size", "is_master", "timeout")  # in torch up to 2.6
 _ANY_PORT = 9
 
 
@@ -26,22 +23,6 @@ def choose_interface() -> None:
     master = os.environ.get("MASTER_ADDR", ADDRESS)
     if not is_loopback(master) and (name := interface_to(master)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
-def open_store(make: Callable[..., Any], args: Any, options: dict[str, Any]) -> Any:
-    """Make a `TCPStore`, which listens on loopback only if its address is a loopback address.
-
-    By default it listens on all interfaces (torch/csrc/distributed/c10d/TCPStoreLibUvBackend.cpp),
-    but it accepts a socket that already listens.
-    """
-    options = {**options, **dict(zip(_POSITIONAL, args, strict=False))}
-    host, port = options.get("host_name"), options.get("port")
-    if options.get("is_master") and port and is_loopback(host):
-        options["use_libuv"] = False
-        family = socket.AF_INET6 if ":" in str(host) else socket.AF_INET
-        with socket.create_server((host, port), family=family, backlog=_BACKLOG) as listening:
-            options.setdefault("master_listen_fd", os.dup(listening.fileno()))
-    return make(**options)
 
 
 def interface_to(address: str) -> str:

@@ -1,6 +1,10 @@
-"""The loss of every optimizer step, however the script computes it.
+"""The loss of every optimizer step, however the script computes it, and the first gradient norm.
 
 Nothing is synchronised inside a step: losses stay tensors on their device until they are read.
+
+The norm is that of the first step's gradients, before clipping. In stages 1 to 3, and in stage 0
+with fp16, DeepSpeed's optimizers keep it. Otherwise dsat computes it: in stage 0, DeepSpeed has no
+norm in fp32, and 0.17.6 to 0.18.5 report a wrong one in bf16.
 """
 
 from __future__ import annotations
@@ -14,7 +18,6 @@ from typing import Any
 
 from dsat.errors import Diverged
 from dsat.in_trial import pairs, precision
-from dsat.in_trial.gradient_norm import GradientNorm
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values.outcome import TrainingCurve
 from dsat.values.parallelism import DATA_ONLY
@@ -49,7 +52,8 @@ class LossWatch:
     def __init__(self, engine: Any, spec: MeterSpec) -> None:
         self._engine = engine
         # The norm is known if each rank has the whole model, or an equal share of each parameter.
-        self._gradients = GradientNorm(engine, is_known=spec.parallelism == DATA_ONLY)
+        self._needs_norm = spec.parallelism == DATA_ONLY
+        self._norm: Any = None
         # The micro batch until the first loss is checked for pairs of samples; then 0.
         self._micro_batch = spec.micro_batch if spec.profile else 0
         self._compares_samples = False
@@ -95,12 +99,24 @@ class LossWatch:
 
     def begin_step(self) -> None:
         """Compute the gradient norm before the engine's `step`, which may clear the gradients."""
-        self._gradients.before_step()
+        engine = self._engine
+        if not self._needs_norm or engine.zero_optimization_stage() > 0 or engine.fp16_enabled():
+            return
+        if engine.is_gradient_accumulation_boundary():
+            self._norm = _total_norm(engine.module.parameters())
 
     def end_step(self, *, micro_steps: int, applied: bool) -> None:
         self._steps.append(_Step(self._sum, micro_steps or self.count, applied))
         self._sum, self.count = None, 0
-        self._gradients.after_step(skipped=not applied)
+        if not self._needs_norm:
+            return
+        self._needs_norm = False
+        scale = getattr(self._engine.optimizer, "cur_scale", 1.0)
+        is_misreported = scale != 1.0 and not self._engine.fp16_enabled()  # scaled as for fp16
+        if not applied:
+            self._norm = None
+        elif self._norm is None and not is_misreported:
+            self._norm = self._engine.get_global_grad_norm()
 
     def read(self, mean_over_ranks: Callable[[list[float]], list[float]]) -> None:
         """Read the losses of new steps, a collective call; raises Diverged if they diverge."""
@@ -122,12 +138,14 @@ class LossWatch:
     def curve(self) -> TrainingCurve:
         count = self._num_read
         kept = [i for i in range(count) if i < FIRST_STEPS or i >= count - LAST_STEPS]
+        norm = math.nan if self._norm is None else float(self._norm)  # waits for the device
         return TrainingCurve(
             steps=tuple(i + 1 for i in kept),
             losses=tuple(_rounded(self._steps[i].loss) for i in kept),
             skipped=tuple(i + 1 for i in kept if not self._steps[i].applied),
             precision=precision.find(self._engine),
-            gradient_norm=self._gradients.value(),
+            # DeepSpeed has 0 where it was not computed, and -1 after an overflow.
+            gradient_norm=norm if math.isfinite(norm) and norm > 0 else None,
             compares_samples=self._compares_samples,
             deepspeed_version=str(getattr(sys.modules.get("deepspeed"), "__version__", "")),
         )
@@ -181,6 +199,15 @@ def _numbers(values: Sequence[Any]) -> list[float | None]:
     stacked = [tensor.to(tensors[0].device) for tensor in tensors]
     fetched = iter(torch.stack(stacked).tolist() if stacked else [])
     return [None if value is None else next(fetched) for value in values]
+
+
+def _total_norm(parameters: Any) -> Any:
+    import torch
+
+    gradients = [p.grad.detach() for p in parameters if p.grad is not None]
+    norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients]
+    device = norms[0].device if norms else None
+    return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms])) if norms else None
 
 
 def _rounded(value: float | None) -> float | None:

@@ -157,7 +157,7 @@ class Measurement:
 
     def _missing_warm_up(self, marks: StepMarks, applied: int, last_ms: float) -> int:
         """Return the remaining steps until data loaders, DeepCompile and the device are steady."""
-        prepared = loaders.batches_in_store()
+        prepared = loaders.batches_in_store
         in_store = math.ceil(prepared / max(1, marks.micro_steps))
         used_up = int(LONGEST_STORE_S * 1e3 / max(last_ms, 1e-3))
         if in_store > used_up:

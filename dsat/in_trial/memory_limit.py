@@ -13,15 +13,13 @@ from dsat.values import host_limits
 
 _SLACK_BYTES = 16 * 2**20
 _RESERVED_BYTES = 8 * 2**30  # four buckets of DeepSpeed's default size, which may stay unwritten
-# malloc.h of glibc.
-_M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -3, -4, -8
-_MAPPED_FROM_BYTES = 2**18
-# The same settings as environment variables of glibc, for a program that is started by hand.
-MALLOC_VARIABLES = {
-    "MALLOC_MMAP_THRESHOLD_": _MAPPED_FROM_BYTES,
-    "MALLOC_MMAP_MAX_": 2**30,
-    "MALLOC_ARENA_MAX": 1,
-}
+# Settings of glibc's malloc: environment variable, option of `mallopt` (malloc.h), and value.
+_MALLOC = (
+    ("MALLOC_MMAP_THRESHOLD_", -3, 2**18),
+    ("MALLOC_MMAP_MAX_", -4, 2**30),
+    ("MALLOC_ARENA_MAX", -8, 1),
+)
+MALLOC_VARIABLES = {name: value for name, _, value in _MALLOC}  # for a program started by hand
 
 
 def limit_memory(budget_bytes: int) -> None:
@@ -32,10 +30,8 @@ def limit_memory(budget_bytes: int) -> None:
     in its heap do not count. It uses only one heap, because a second briefly reserves 128 MiB.
     """
     with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
-        mallopt(_M_MMAP_MAX, 2**30)
-        mallopt(_M_ARENA_MAX, 1)
+        for _, option, value in _MALLOC:
+            ctypes.CDLL(None).mallopt(option, value)
     limit, most = limit_data(budget_bytes + _SLACK_BYTES)
     MemoryWatch.counts_data = True
 

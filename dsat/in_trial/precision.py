@@ -9,17 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from dsat.in_trial.adapters.calls import Call
 from dsat.values.outcome import PRECISIONS
 
 _entered: set[str] = set()
 
 
-def note_autocast(device: str) -> None:
-    """Record the precision of an autocast context that the script has entered, if enabled."""
+def enter_autocast(call: Call) -> Any:
+    """Record the precision of autocasting."""
     import torch
 
+    result, device = call.proceed(), call.owner.device
     if torch.is_autocast_enabled(device):
         _entered.add(_name_dtype(torch.get_autocast_dtype(device)))
+    return result
 
 
 def find(engine: Any) -> str:

@@ -11,6 +11,7 @@ import os
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,21 +27,24 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class RunnerWatch:
-    """Watch of a trial's search runner, which is also an experiment, through a `Master`."""
+    """Watch of a trial's search runner, which is also an experiment.
 
-    master: Any
+    `ask` is the result of `connect`.
+    """
+
+    ask: Callable[..., Any]
     runner_id: int
     experiment_id: int
     trial_id: int
 
-    def start(self) -> None:
-        """Poll the runner periodically in a thread, until it is gone."""
-        threading.Thread(target=self._run, name="runner-watch", daemon=True).start()
-
     def look(self) -> str:
-        """Return the runner's state, empty if unknown; end the experiment if the runner is gone."""
+        """Return the runner's state (`RUNNING`, `STOPPING_CANCELED`, ...); empty if unknown.
+
+        End the experiment if the runner is gone.
+        """
         try:
-            state = str(self.master.experiment_state(self.runner_id))
+            found = self.ask("get_GetExperiment", experimentId=self.runner_id)
+            state = "DELETED" if found is None else _name_of(found.experiment.state)
             if state in _GONE:
                 print(
                     f"[dsat] the search runner, experiment {self.runner_id}, is gone "
@@ -48,7 +52,7 @@ class RunnerWatch:
                     "would otherwise run on",
                     flush=True,
                 )
-                self.master.kill_experiment(self.experiment_id)
+                self.ask("post_KillExperiment", id=self.experiment_id)
         except OSError as error:
             _log.info("the master does not answer (%s)", error)
             return ""
@@ -67,55 +71,48 @@ class RunnerWatch:
 
     def _is_closed(self) -> bool:
         try:
-            return self.master.trial_state(self.trial_id) not in _OPEN
+            found = self.ask("get_GetTrial", trialId=self.trial_id)
+            return found is None or _name_of(found.trial.state) not in _OPEN
         except OSError as error:
             _log.info("the master does not answer (%s)", error)
             return False
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Poll the runner periodically, until it is gone."""
         while self.look() not in _GONE:
             time.sleep(_EVERY_S)
 
 
-class Master:
-    """Client of Determined's master, with the rights of the trial's user.
+def connect() -> Callable[..., Any]:
+    """Connect to Determined's master with the rights of the trial's user.
 
-    The constructor and each request may raise an `OSError`.
+    Returns:
+        A function that sends a request, given by its name in determined's `bindings` and its
+        parameters. It returns the answer, or None if the object does not exist.
+
+    Raises:
+        OSError: the master does not answer or refuses; also raised by the returned function.
     """
+    if "DET_USER_TOKEN" not in os.environ:  # without it determined would ask for a password
+        raise OSError("DET_USER_TOKEN is not set")
+    with warnings.catch_warnings():  # determined warns about its own modules
+        warnings.simplefilter("ignore")
+        from determined.common.api import bindings, errors
+        from determined.experimental import Determined
 
-    def __init__(self) -> None:
-        if "DET_USER_TOKEN" not in os.environ:  # without it determined would ask for a password
-            raise OSError("DET_USER_TOKEN is not set")
-        with warnings.catch_warnings():  # determined warns about its own modules
-            warnings.simplefilter("ignore")
-            from determined.common.api import bindings, errors
-            from determined.experimental import Determined
-        self._bindings, self._errors = bindings, errors
+    def ask(request: str, **of: int) -> Any:
         try:
-            self._session = Determined()._session
+            return getattr(bindings, request)(session, **of)
+        except errors.NotFoundException:
+            return None
         except (errors.APIException, errors.BadRequestException) as error:
             raise OSError(str(error)) from error
 
-    def experiment_state(self, experiment_id: int) -> str:
-        """Return the state (`RUNNING`, `STOPPING_CANCELED`, ...); `DELETED` if there is none."""
-        found = self._ask(self._bindings.get_GetExperiment, experimentId=experiment_id)
-        return "DELETED" if found is None else _name_of(found.experiment.state)
-
-    def trial_state(self, trial_id: int) -> str:
-        found = self._ask(self._bindings.get_GetTrial, trialId=trial_id)
-        return "DELETED" if found is None else _name_of(found.trial.state)
-
-    def kill_experiment(self, experiment_id: int) -> None:
-        self._ask(self._bindings.post_KillExperiment, id=experiment_id)
-
-    def _ask(self, request: Any, **of: int) -> Any:
-        """Return the answer to a request; None if the object does not exist."""
-        try:
-            return request(self._session, **of)
-        except self._errors.NotFoundException:
-            return None
-        except (self._errors.APIException, self._errors.BadRequestException) as error:
-            raise OSError(str(error)) from error
+    try:
+        session = Determined()._session
+    except (errors.APIException, errors.BadRequestException) as error:
+        raise OSError(str(error)) from error
+    return ask
 
 
 def _name_of(state: Any) -> str:
@@ -132,15 +129,10 @@ def start(runner_id: int) -> RunnerWatch | None:
     info = determined.get_cluster_info()
     assert info is not None
     try:
-        master = Master()
+        ask = connect()
     except OSError as error:
         _log.warning("the search runner cannot be watched: %s", error)
         return None
-    watch = RunnerWatch(
-        master,
-        runner_id=runner_id,
-        experiment_id=info.trial.experiment_id,
-        trial_id=info.trial.trial_id,
-    )
-    watch.start()
+    watch = RunnerWatch(ask, runner_id, info.trial.experiment_id, info.trial.trial_id)
+    threading.Thread(target=watch.run, name="runner-watch", daemon=True).start()
     return watch

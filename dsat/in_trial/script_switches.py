@@ -14,14 +14,7 @@ from typing import Any
 
 from dsat.command import switches as known
 from dsat.command.ds_config import data_types
-from dsat.command.switches import (
-    ATTENTION,
-    CHECKPOINTING,
-    COMPILE,
-    LIGER,
-    SWITCHES,
-    WORKERS,
-)
+from dsat.command.switches import ATTENTION, CHECKPOINTING, COMPILE, LIGER, SWITCHES, WORKERS
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, recomputation
 from dsat.in_trial.agreement import local_size

@@ -75,7 +75,7 @@ def _describe_process(
         "argv": list(sys.argv) if _SPAWNED in start["argv"] else start["argv"],
         "cwd": start["cwd"],
         "cores": start["cores"],
-        "env": {**_drop_hook(folder, start["env"], start["cwd"]), **chosen},
+        "env": {**drop_hook(folder, start["env"], start["cwd"]), **chosen},
     }
     try:
         record["config"] = json.loads(json.dumps(_drop_infinities(config), allow_nan=False))
@@ -84,7 +84,7 @@ def _describe_process(
     return record
 
 
-def _drop_hook(folder: Path, env: Mapping[str, str], cwd: str) -> dict[str, str]:
+def drop_hook(folder: Path, env: Mapping[str, str], cwd: str) -> dict[str, str]:
     """Return variables whose `PYTHONPATH` has only absolute entries and none of dsat's folders."""
     found = dict(env)
     entries = found.pop("PYTHONPATH", "").split(os.pathsep)

@@ -40,7 +40,7 @@ class StepMarks:
     compiled: bool = False
     evaluated: bool = False
     backward_began: Any = None
-    waited_before_s: float = field(default_factory=loaders.waited_s)
+    waited_before_s: float = field(default_factory=lambda: loaders.waited_s)
     waited_s: float = 0.0
     phases: dict[str, list[tuple[Any, Any]]] = field(
         default_factory=lambda: {phase: [] for phase in PHASES}
@@ -263,7 +263,7 @@ class StepRecorder:
     def _end_optimizer_step(self, end: Any, *, skipped: bool) -> None:
         marks, self.marks = self.marks, StepMarks(begin=end)
         marks.end = end
-        marks.waited_s = loaders.waited_s() - marks.waited_before_s
+        marks.waited_s = loaders.waited_s - marks.waited_before_s
         frames_before, self._frames = self._frames, compiling.count_frames()
         marks.compiled = self._frames != frames_before
         self.losses.end_step(micro_steps=marks.micro_steps, applied=not skipped)

@@ -42,9 +42,8 @@ def acquire_hosts(
     variables = {**os.environ, **chosen, **(in_use or {})}
     named = [_names(positions, variables) for positions in (launch.devices, launch.not_devices)]
     variables[NAMED] = ",".join(named[0])
-    environment = Environment(variables, dict(launch.hosts), launch.ssh_port, launch.master_address)
     place = PROVIDERS[engine if engine in PROVIDERS else "local"]
-    with place.acquire(environment, given or {}) as hosts:
+    with place.acquire(Environment(variables, launch), given or {}) as hosts:
         check_equal(hosts)
         if any(named):
             hosts = [replace(host, machine=host.machine.only(*named)) for host in hosts]

@@ -134,7 +134,7 @@ def _prepare(
     _check_results(section)
     engine = settings.engine
     if engine == places.AUTO:
-        engine = places.detect(Environment(os.environ, dict(source.program.launch.hosts)))
+        engine = places.detect(Environment(os.environ, source.program.launch))
         if engine != "local":
             _log.info(
                 "using --engine %s, which was detected; --engine local uses only this machine",

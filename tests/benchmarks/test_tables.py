@@ -60,7 +60,7 @@ def test_further_passes_measure_what_runs_once_all_edges_are_known() -> None:
 @pytest.mark.slow
 @pytest.mark.nightly
 def test_a_small_table_is_really_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "Host", functools.partial(Host, prefix=warm_host.prefix()))
+    monkeypatch.setattr(record, "Host", functools.partial(Host, reach=warm_host.prefix()))
     settings = record.grid(stage=[1], reduce_bucket_size=[10**6, 10**9])
     spec = replace(SPEC, settings=settings, largest=2, passes=2)
     table = tables.read(record.record(spec, cpu_machine(1), tmp_path))

@@ -31,7 +31,7 @@ class TestEngine(HostsContract):
     @pytest.fixture(scope="class")
     @classmethod
     def hosts(cls) -> Sequence[Host]:
-        return [Host(cpu_machine(2), prefix=warm_host.prefix())]
+        return [Host(cpu_machine(2), reach=warm_host.prefix())]
 
 
 @pytest.mark.nightly

@@ -182,7 +182,7 @@ def test_a_host_that_comes_back_ends_what_it_had(
     hosts = [*made_up(ANSWERS), far]
     with contextlib.closing(Supervisors(hosts, tmp_path, env={})) as talk:
         answered(talk, 0, 1)
-        relay = psutil.Process(talk._clients[1]._process.pid)  # type: ignore[union-attr]
+        relay = psutil.Process(talk._clients[1].process.pid)  # type: ignore[union-attr]
         [supervisor] = relay.children()
         talk.send(1, launch_request(tmp_path, "/bin/sleep", "2000"))
         [trial] = wait_until(supervisor.children, "the trial")
@@ -303,7 +303,7 @@ def test_hosts_with_other_files_are_refused(
 ) -> None:
     here, there = hosts_here(2)
     code = SEES.format(name=name, answer=answer)
-    there = replace(there, prefix=(sys.executable, "-c", code))
+    there = replace(there, reach=(sys.executable, "-c", code))
     with pytest.raises(EngineError, match=told):
         engine_of("behaviours", tmp_path, hosts=[here, there])
     assert processes_of(tmp_path) == []

@@ -141,12 +141,14 @@ def test_a_step_has_all_processors_of_its_node(
 ) -> None:
     scontrol(names=" ".join(f"n{index}" for index, _ in enumerate(by_node)))
     for node, count in zip(allocation_of(cpus).find_nodes(), by_node, strict=True):
-        assert f"--cpus-per-task={count}" in node.prefix
+        assert not callable(node.reach)
+        assert f"--cpus-per-task={count}" in node.reach
 
 
 def test_a_step_takes_nothing_of_the_jobs_options_for_its_own(scontrol: Scontrol) -> None:
     scontrol()
-    prefix = allocation_of("16(x2)").find_nodes()[0].prefix
+    prefix = allocation_of("16(x2)").find_nodes()[0].reach
+    assert not callable(prefix)
     before = prefix[: prefix.index("srun")]
     job = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_NODE", "SLURM_LABELIO")
     env = {"PATH": os.environ["PATH"], **dict.fromkeys(job, "1"), "SLURM_JOB_ID": "7"}
@@ -221,7 +223,8 @@ def test_a_step_has_all_gpus_that_the_job_has_on_its_node(
         allocation = Allocation.of(variables)
         assert allocation is not None
         for node in allocation.find_nodes():
-            told = three.ask(*node.prefix, "printenv", "CUDA_VISIBLE_DEVICES", env=variables)
+            assert not callable(node.reach)
+            told = three.ask(*node.reach, "printenv", "CUDA_VISIBLE_DEVICES", env=variables)
             assert told.strip() == "0,1", node
     with pytest.raises(EngineError, match=r"\(SLURM_JOB_ID\) is COMPLET.*unset SLURM_JOB_ID"):
         allocation.find_nodes()

@@ -40,7 +40,8 @@ def scripted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def started(*command: str) -> subprocess.Popen[bytes]:
     [host] = ssh.reach(["far"], None)
-    return subprocess.Popen([*host.prefix, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert not callable(host.reach)
+    return subprocess.Popen([*host.reach, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 # -- a command on a host
@@ -108,8 +109,9 @@ def test_a_host_that_asks_or_does_not_answer_is_refused(name: str, told: str, ke
 def test_this_machine_comes_first_and_is_named_once() -> None:
     found = ssh.reach(["far", "head"], 2222)
     assert [(host.name, host.is_here) for host in found] == [("head", True), ("far", False)]
-    assert found[0].prefix == ()
-    assert found[1].prefix[1:] == ("-m", "dsat.engines.places.ssh_run", "--port", "2222", "far")
+    assert found[0].reach == ()
+    assert not callable(found[1].reach)
+    assert found[1].reach[1:] == ("-m", "dsat.engines.places.ssh_run", "--port", "2222", "far")
     assert found[0].address == "127.0.0.1", "by which the other one reaches it"
     with pytest.raises(UserInputError, match="lists this machine twice: head, localhost"):
         ssh.reach(["head", "localhost"], None)
@@ -126,7 +128,7 @@ def test_an_address_of_this_machine_behind_a_port_or_a_proxy_may_be_another_host
     ):
         [found] = ssh.reach([name], port)
         assert found.is_here is is_here, name
-        assert bool(found.prefix) is not is_here
+        assert bool(found.reach) is not is_here
     with pytest.raises(UserInputError, match="lists this machine twice: head, back"):
         ssh.reach(["head", "back"], None)
     for name in ("tunnel", "jump"):

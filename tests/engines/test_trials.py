@@ -85,7 +85,7 @@ def test_the_slots_memory_and_the_time_in_which_dsat_runs_are_the_limits(tight: 
     trial = tight.trial(zero=SMALL_BUCKETS)
     tight.engine.launch(trial)
     assert tight.engine.poll(0.1) == []
-    tight.engine._running[trial.id].clock._read_s -= 24 * 3600.0  # as if dsat had been suspended
+    tight.engine._running[trial.id].read_s -= 24 * 3600.0  # as if dsat had been suspended
     [outcome] = ended(tight, trial)
     assert outcome.ok, outcome
     outcome = tight.run(tight.trial("exhausts the slot on 1", zero=SMALL_BUCKETS))

@@ -10,6 +10,9 @@ import pytest
 
 from dsat.engines.ports import free_ports
 from dsat.in_trial import loopback
+from dsat.in_trial.adapters import torch_calls
+from dsat.in_trial.adapters.calls import Call
+from dsat.in_trial.adapters.trial import TRIAL
 
 IPV6 = Path("/proc/net/if_inet6")
 WITH_IPV6 = pytest.mark.skipif(
@@ -24,5 +27,6 @@ def test_a_store_of_one_host_listens_on_loopback_only(host: str) -> None:
         with socket.socket(fileno=master_listen_fd) as listening:
             return str(listening.getsockname()[0])
 
-    found = loopback.open_store(address, [host, free_ports(1)[0]], {"is_master": True})
-    assert loopback.is_loopback(found)
+    arguments = (host, free_ports(1)[0])
+    call = Call(TRIAL, address, "TCPStore", None, arguments, {"is_master": True})
+    assert loopback.is_loopback(torch_calls.open_store(call))

@@ -238,7 +238,7 @@ def test_what_loaders_have_in_store_is_used_up_first(
     steps: int,
     warnings: tuple[str, ...],
 ) -> None:
-    monkeypatch.setattr("dsat.in_trial.loaders.batches_in_store", lambda: batches)
+    monkeypatch.setattr("dsat.in_trial.loaders.batches_in_store", batches)
     engine = FakeEngine(clock, gas=gas)
     meter = attach(engine, gas=gas)
     of_step = (10_000, 10_000, 5_000) if cheap < 0 else (3, 5, 2)

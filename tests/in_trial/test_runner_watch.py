@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -21,19 +23,19 @@ class Script:
     refuses: int = 0
     now_s: float = 0.0
 
-    def experiment_state(self, experiment_id: int) -> str:
-        assert experiment_id == 1
-        return _next(self.runner)
-
-    def trial_state(self, trial_id: int) -> str:
-        assert trial_id == 7
-        return _next(self.trial)
-
-    def kill_experiment(self, experiment_id: int) -> None:
+    def ask(self, request: str, **of: int) -> Any:
+        if request == "get_GetExperiment":
+            assert of == {"experimentId": 1}
+            return SimpleNamespace(experiment=_next(self.runner))
+        if request == "get_GetTrial":
+            assert of == {"trialId": 7}
+            return SimpleNamespace(trial=_next(self.trial))
+        assert request == "post_KillExperiment"
         if self.refuses:
             self.refuses -= 1
             raise OSError("not now")
-        self.killed.append(experiment_id)
+        self.killed.append(of["id"])
+        return None
 
     def monotonic(self) -> float:
         return self.now_s
@@ -42,7 +44,7 @@ class Script:
         self.now_s += pause_s
 
     def watch(self) -> RunnerWatch:
-        return RunnerWatch(self, runner_id=1, experiment_id=2, trial_id=7)
+        return RunnerWatch(self.ask, runner_id=1, experiment_id=2, trial_id=7)
 
     def stay(self) -> float:
         """Return the seconds for which a trial waits to be closed."""
@@ -52,11 +54,11 @@ class Script:
         return self.now_s
 
 
-def _next(answers: list[str | None]) -> str:
+def _next(answers: list[str | None]) -> Any:
     answer = answers.pop(0) if len(answers) > 1 else answers[0]
     if answer is None:
         raise OSError("connection refused")
-    return answer
+    return SimpleNamespace(state=SimpleNamespace(value=f"STATE_{answer}"))
 
 
 @pytest.mark.parametrize("state", ["COMPLETED", "CANCELED", "ERROR", "DELETED"])

@@ -63,7 +63,7 @@ def engine_on_devices(
         folder,
         slots_per_trial=slots,
         ds_config=_CONFIG,
-        hosts=[Host(machine, prefix=tuple(prefix))],
+        hosts=[Host(machine, reach=tuple(prefix))],
         **{"max_steps": 4, "warm_up_s": 0.1, "measured_s": 0.1, **options},
     )
     try:
@@ -121,7 +121,7 @@ def test_each_driver_failure_has_its_outcome_and_leaves_free_slots(
 ) -> None:
     machine = null_cuda(*[Device()] * 8)
     found: dict[int, Outcome] = {}
-    monkeypatch.setattr("dsat.engines.slots._MAX_DEVICE_ERRORS", 1000)
+    monkeypatch.setattr("dsat.engines.retries._MAX_DEVICE_ERRORS", 1000)
     hanging = [number for number, (fault, *_) in enumerate(FAILURES) if "hang" in fault]
     others: dict[str, Any] = {"slots": 2, "program": "on_devices", "prefix": imported}
     with (

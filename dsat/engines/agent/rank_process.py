@@ -52,8 +52,7 @@ def become_rank(
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # the supervisor died before PR_SET_PDEATHSIG took effect
             os._exit(status)
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, *FOR_DSAT):
+        for number in FOR_DSAT:
             signal.signal(number, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes block SIGINT
         for descriptor in descriptors:

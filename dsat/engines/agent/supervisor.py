@@ -19,8 +19,8 @@ Requests:
      "ranks": [{"env": {...}, "cores": [...], "command": [...]}],
      "swap": [folders on NVMe that only this trial uses; removed at its end],
      "logs": [name, name] of their standard output and standard error,
-     "linger_s": seconds that ranks may run after one has ended with status 0; null: no limit,
-     "done": name of a file in the folder; the trial is killed seconds after it appears; or null}
+     "is_full_run": if false, the trial is killed some seconds after one of its ranks has ended with
+                    status 0, or `DONE_FILE` has appeared in its folder}
     {"op": "kill", "trial": id, "grace_s": seconds in which it may end by itself}
     {"op": "look", "files": [path, ...], "folder": path}
     {"op": "ping"}
@@ -40,12 +40,12 @@ import contextlib
 import json
 import math
 import os
-import selectors
+import select
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -62,43 +62,50 @@ from dsat.engines.agent.rank_process import (
 )
 from dsat.engines.agent.warm_up import warm_up
 from dsat.in_trial.hook import TRIAL_VARIABLE
-from dsat.in_trial.rank_files import PORTS_FILE
+from dsat.in_trial.rank_files import DONE_FILE, PORTS_FILE
 from dsat.values.files import digest
 
 # Precedes each answer, because a login shell on another host may print anything.
 MARK = b"dsat-answer "
 # After a rank fails, the others soon fail, too, and their reports may explain more.
 GRACE_AFTER_FAILURE_S = 0.3
+# Seconds that ranks may run after another rank has ended with status 0.
+LINGER_S = 20.0
 # A measured rank may run the clean-up of its script.
 _GRACE_AFTER_RESULT_S = 5.0
 # A killed process ends when its last system call returns; a call of a driver may never do so.
 _STUCK_AFTER_S = 60.0
 _GONE_WITHIN_S = 2.0
 _TRACKED_WITHIN_S = 10.0  # enough for a resource tracker to unlink everything on a busy host
-_LOOKS_PER_GRACE = 6  # for the file after which a trial has a grace period
+_POLL_S = 0.05  # between looks at the processes, files and deadlines of running trials
 
 
 @dataclass
 class _Group:
-    """Ranks of one trial."""
+    """Ranks of one trial.
 
-    trial: int
-    folder: str
-    port: int
-    linger_s: float | None
-    done: Path | None = None
-    done_grace_s: float = GRACE_AFTER_FAILURE_S
-    swap: Sequence[str] = ()
+    Attributes:
+        request: the launch request.
+        done: file after whose appearance the ranks may run `done_grace_s`; None once it was seen.
+    """
+
+    request: Mapping[str, Any]
     pids: list[int] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
     killed_ranks: set[int] = field(default_factory=set)
-    kill_at: float | None = None
-    killed_at: float | None = None
+    kill_at: float = math.inf
+    killed_at: float = math.inf
     descendants: set[int] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self.folder: str = self.request["folder"]
+        self.done = None if self.request["is_full_run"] else Path(self.folder, DONE_FILE)
+        starts_ranks = self.request["starts_ranks"]
+        self.done_grace_s = _GRACE_AFTER_RESULT_S if starts_ranks else GRACE_AFTER_FAILURE_S
+
     def remove_leftovers(self) -> None:
-        leftovers.unlink_shared_memory(Path(self.folder, PORTS_FILE), self.port)
-        for folder in self.swap:
+        leftovers.unlink_shared_memory(Path(self.folder, PORTS_FILE), self.request["port"])
+        for folder in self.request["swap"]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -108,7 +115,6 @@ class Supervisor:
     def __init__(self) -> None:
         self._groups: dict[int, _Group] = {}
         self._helpers = set[int]()  # processes that imports have started, such as a tracker
-        self._selector = selectors.DefaultSelector()
         self._buffer = b""
         # The protocol uses copies of the descriptors, so that prints of libraries cannot break it.
         self._requests = os.dup(0)
@@ -117,30 +123,23 @@ class Supervisor:
         os.dup2(null, 0)
         os.dup2(2, 1)
         os.close(null)
-        self._wakeup, wakeup_write = os.pipe()
-        for descriptor in (self._wakeup, wakeup_write):
-            os.set_blocking(descriptor, False)
-        signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in FOR_DSAT:
             signal.signal(number, signal.SIG_IGN)
-        self._selector.register(self._requests, selectors.EVENT_READ)
-        self._selector.register(self._wakeup, selectors.EVENT_READ)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the parent may ignore it
         prctl(PR_SET_CHILD_SUBREAPER, 1)
 
     def run(self) -> None:
         """Serve until standard input ends or a rank cannot be killed; then kill all trials."""
         try:
             while True:
-                for key, _ in self._selector.select(self._timeout_s()):
-                    if key.fd == self._wakeup:
-                        with contextlib.suppress(BlockingIOError):
-                            os.read(self._wakeup, 4096)
-                    elif not self._read_requests():
-                        return
+                timeout_s = _POLL_S if self._groups else None
+                ready, _, _ = select.select([self._requests], [], [], timeout_s)
+                if ready and not self._read_requests():
+                    return
                 self._reap()
                 self._kill_overdue()
-                if self._has_stuck_rank():
+                killed_at = min((g.killed_at for g in self._groups.values()), default=math.inf)
+                if killed_at + _STUCK_AFTER_S <= time.monotonic():
                     sys.stderr.write(
                         "dsat: a rank hangs in a device driver, and cannot be killed\n"
                     )
@@ -199,17 +198,11 @@ class Supervisor:
     # -- processes
 
     def _launch(self, request: Mapping[str, Any]) -> None:
-        folder, done = request["folder"], request.get("done")
-        group = _Group(request["trial"], folder, request["port"], request["linger_s"])
-        group.done = Path(folder, done) if done else None
-        if request["starts_ranks"]:
-            group.done_grace_s = _GRACE_AFTER_RESULT_S
-        group.swap = request.get("swap", ())
-        self._groups[group.trial] = group
+        self._groups[request["trial"]] = group = _Group(request)
         sys.stdout.flush()
         sys.stderr.flush()
         own_pid = os.getpid()
-        descriptors = (self._requests, self._answers, self._wakeup)
+        descriptors = (self._requests, self._answers)
         for rank in request["ranks"]:
             leader = group.pids[0] if group.pids else 0
             pid = os.fork()
@@ -237,30 +230,32 @@ class Supervisor:
         if len(group.statuses) == len(group.pids):
             self._finish(group)
             return
-        grace_s = group.linger_s if status == 0 else GRACE_AFTER_FAILURE_S
-        if grace_s is not None:
-            self._end(group, grace_s)
+        if status != 0:
+            self._end(group, GRACE_AFTER_FAILURE_S)
+        elif not group.request["is_full_run"]:
+            self._end(group, LINGER_S)
 
     def _finish(self, group: _Group) -> None:
         """Kill the remaining processes of a trial, delete its temporary files, report its end."""
-        del self._groups[group.trial]
+        del self._groups[group.request["trial"]]
         _kill_until_gone(lambda: group.descendants | self._strays(group))
         group.remove_leftovers()
         ranks = range(len(group.pids))
-        ended = {
-            "event": "ended",
-            "trial": group.trial,
-            "statuses": [group.statuses[rank] for rank in ranks],
-            "killed": [rank in group.killed_ranks for rank in ranks],
-        }
-        self._answer(ended)
+        self._answer(
+            {
+                "event": "ended",
+                "trial": group.request["trial"],
+                "statuses": [group.statuses[rank] for rank in ranks],
+                "killed": [rank in group.killed_ranks for rank in ranks],
+            }
+        )
 
     def _end(self, group: _Group, grace_s: float) -> None:
         """Kill a trial after a grace period, in which it may end by itself."""
         if grace_s <= 0:
             self._kill(group)
         else:
-            group.kill_at = min(group.kill_at or math.inf, time.monotonic() + grace_s)
+            group.kill_at = min(group.kill_at, time.monotonic() + grace_s)
 
     def _kill_overdue(self) -> None:
         now = time.monotonic()
@@ -268,13 +263,8 @@ class Supervisor:
             if group.done is not None and group.done.exists():
                 group.done = None
                 self._end(group, group.done_grace_s)
-            if group.kill_at is not None and group.kill_at <= now and group.killed_at is None:
+            if group.kill_at <= now < group.killed_at:
                 self._kill(group)
-
-    def _has_stuck_rank(self) -> bool:
-        """Return whether a rank survives although it was killed long ago."""
-        killed_at_s = [g.killed_at for g in self._groups.values() if g.killed_at is not None]
-        return min(killed_at_s, default=math.inf) + _STUCK_AFTER_S <= time.monotonic()
 
     def _kill(self, group: _Group, until: float = math.inf) -> None:
         group.killed_at = time.monotonic()
@@ -291,14 +281,6 @@ class Supervisor:
         if self._groups:  # other trials may have left orphans, too
             strays = {pid for pid in strays if _started_by(pid, ended.folder)}
         return strays | _descendants(strays)
-
-    def _timeout_s(self) -> float | None:
-        groups = self._groups.values()
-        deadlines = [g.kill_at for g in groups if g.kill_at and g.killed_at is None]
-        deadlines += [g.killed_at + _STUCK_AFTER_S for g in groups if g.killed_at is not None]
-        left = [max(0.0, min(deadlines) - time.monotonic())] if deadlines else []
-        left += [g.done_grace_s / _LOOKS_PER_GRACE for g in groups if g.done is not None]
-        return min(left, default=None)
 
 
 def _descendants(pids: Iterable[int], *, recursive: bool = True) -> set[int]:

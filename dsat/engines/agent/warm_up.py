@@ -40,57 +40,38 @@ def warm_up(modules: Sequence[str], device: Mapping[str, str]) -> str:
     # Older torch starts inductor's workers when imported (`_inductor/async_compile.py`, 2.7.1).
     os.environ["TORCH_WARM_POOL"] = "0"  # ranks do not inherit this variable
     # OpenBLAS starts its threads when numpy is imported, and ends them itself before a fork.
-    threads_before = _num_threads()
-    starters = _Starters()
-    with starters:
-        for name in modules:
-            try:
-                importlib.import_module(name)
-            except (Exception, SystemExit) as error:  # a user's library may do anything
-                sys.stderr.write(f"{name} cannot be imported in advance: {error!r}\n")
-            starters.note_native(name)
+    threads_before = count = _num_threads()
+    starters: dict[threading.Thread, str] = {}  # the importing module by thread of Python
+    natives: list[str] = []  # modules whose imports increased the number of threads
+    python_class: Any = threading.Thread
+    start = python_class.start
+
+    def start_noted(thread: threading.Thread) -> None:
+        starters[thread] = _importing_module()
+        start(thread)
+
+    python_class.start = start_noted
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except (Exception, SystemExit) as error:  # a user's library may do anything
+            sys.stderr.write(f"{name} cannot be imported in advance: {error!r}\n")
+        before, count = count, _num_threads()
+        natives += [name] if count > before else []
+    python_class.start = start
     reason = ""
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
         reason = "an import initialised CUDA"
     elif not _threads_end(threads_before):
-        reason = _STARTED_THREADS.format(modules=starters.described())
+        found = [module for thread, module in starters.items() if thread.is_alive()]
+        names = filter(None, found or natives)
+        reason = _STARTED_THREADS.format(modules=", ".join(dict.fromkeys(names)) or "a library")
     else:
         reason = _check_fork_safe(os.environ.get("DS_ACCELERATOR", "cpu"), device)
     if not reason:
         gc.collect()
         gc.freeze()  # forked ranks then share these objects instead of copying them
     return reason
-
-
-class _Starters:
-    """Context manager that records which imports start threads."""
-
-    def __init__(self) -> None:
-        self._modules: dict[threading.Thread, str] = {}
-        self._native: list[str] = []
-        self._count = _num_threads()
-        self._class: Any = threading.Thread
-        self._start = self._class.start
-
-    def __enter__(self) -> None:
-        def start(thread: threading.Thread) -> None:
-            self._modules[thread] = _importing_module()
-            self._start(thread)
-
-        self._class.start = start
-
-    def __exit__(self, *_: object) -> None:
-        self._class.start = self._start
-
-    def note_native(self, module: str) -> None:
-        """Record a module if its import increased the number of threads."""
-        before, self._count = self._count, _num_threads()
-        if self._count > before:
-            self._native.append(module)
-
-    def described(self) -> str:
-        found = [module for thread, module in self._modules.items() if thread.is_alive()]
-        return ", ".join(dict.fromkeys(filter(None, found or self._native))) or "a library"
 
 
 def _importing_module() -> str:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from dsat.engines.machines.machine import Machine
 from dsat.engines.machines.processes import Reach
@@ -20,21 +19,15 @@ class Host:
     Attributes:
         machine: the devices; `UNSEEN` before they are inspected.
         name: name in messages; empty for the machine of `--engine local`.
-        prefix: words to put before a command to run it there, such as srun; may be empty.
+        reach: how commands run there: words to put before them, such as srun, or a function.
         is_here: whether this process runs on the host.
-        call: on Ray, a function that runs commands there instead of `prefix` (see `Reach`).
     """
 
     machine: Machine = UNSEEN
     name: str = ""
-    prefix: tuple[str, ...] = ()
+    reach: Reach = ()
     address: str = ADDRESS
     is_here: bool = True
-    call: Callable[..., Any] | None = None
-
-    @property
-    def reach(self) -> Reach:
-        return self.call or self.prefix
 
 
 def disable_segments(hosts: Iterable[Host]) -> tuple[Host, ...]:

@@ -222,65 +222,44 @@ def find_machines(
     Raises:
         EngineError: a machine could not be inspected.
     """
-    looks = [_Look.begin(reach, variables) for reach in reaches.values()]
+    command = [sys.executable, "-m", "dsat.engines.machines.accelerators"]
     deadline = time.monotonic() + _FIND_LIMIT_S
-    try:
-        answers = [look.answer(deadline) for look in looks]
-    finally:
-        for look in looks:
-            look.end()
-    return [_machine(name, answer) for name, answer in zip(reaches, answers, strict=True)]
+    with contextlib.ExitStack() as stack:
+        begun = []
+        for name, reach in reaches.items():
+            errors = stack.enter_context(tempfile.TemporaryFile())
+            process: Any = spawn(reach, command, variables, errors)
+            stack.callback(_end, process)
+            process.stdin.close()
+            begun.append((name, process, errors))
+        return [_read_machine(*each, deadline) for each in begun]
 
 
-def _machine(name: str, answer: dict[str, Any] | str) -> Machine:
-    if isinstance(answer, str):
-        raise EngineError(
-            f"the accelerators of {name} cannot be inspected: {answer}. Check that "
-            f"`{sys.executable} -c 'import deepspeed'` works there."
-        )
-    return Machine.from_json(answer)
-
-
-@dataclass(frozen=True)
-class _Look:
-    """Process that inspects a machine; inspection may initialise the accelerator."""
-
-    process: Any
-    errors: IO[bytes]
-
-    @classmethod
-    def begin(cls, reach: Reach, variables: Mapping[str, str] | None) -> _Look:
-        errors = tempfile.TemporaryFile()  # noqa: SIM115
-        command = [sys.executable, "-m", "dsat.engines.machines.accelerators"]
-        process = spawn(reach, command, variables, errors)
-        process.stdin.close()  # type: ignore[union-attr]
-        return cls(process, errors)
-
-    def answer(self, deadline: float) -> dict[str, Any] | str:
-        """Return the machine as JSON, or a message that says why it could not be inspected."""
-        try:
-            self.process.wait(max(_READ_LIMIT_S, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            limit = f"no answer within {_FIND_LIMIT_S:g} s"
-            return f"{limit}: imports are slow, or a driver hangs"
-        for line in self.process.stdout.read().decode(errors="replace").splitlines():
+def _read_machine(name: str, process: Any, errors: IO[bytes], deadline: float) -> Machine:
+    """Return the machine that a process prints as JSON; raise EngineError if it does not."""
+    problem = f"no answer within {_FIND_LIMIT_S:g} s: imports are slow, or a driver hangs"
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(max(_READ_LIMIT_S, deadline - time.monotonic()))
+        for line in process.stdout.read().decode(errors="replace").splitlines():
             if line.startswith(MARK):
-                found: dict[str, Any] = json.loads(line[len(MARK) :])
-                return found
-        self.errors.seek(0)
-        said = self.errors.read().decode(errors="replace").strip().splitlines()
-        lines = said or [f"exit status {self.process.returncode}"]
+                return Machine.from_json(json.loads(line[len(MARK) :]))
+        errors.seek(0)
+        said = errors.read().decode(errors="replace").strip().splitlines()
+        lines = said or [f"exit status {process.returncode}"]
         # torch prints advice after the line with the exception.
-        named = [line for line in lines if _EXCEPTION.match(line)]
-        return (named or lines)[-1]
+        problem = ([line for line in lines if _EXCEPTION.match(line)] or lines)[-1]
+    raise EngineError(
+        f"the accelerators of {name} cannot be inspected: {problem}. Check that "
+        f"`{sys.executable} -c 'import deepspeed'` works there."
+    )
 
-    def end(self) -> None:
-        """Kill the process; wait for it 1 s at most, since it may be stuck in a driver."""
-        self.process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(1)
-        self.process.stdout.close()
-        self.errors.close()
+
+def _end(process: Any) -> None:
+    """Kill a process; wait for it 1 s at most, since it may be stuck in a driver."""
+    process.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(1)
+    process.stdout.close()
 
 
 def machine_of_cores() -> Machine:

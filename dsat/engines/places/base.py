@@ -4,30 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+from dsat.command.placement import Launch
 from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import find_machines
 from dsat.options import Group, Option
 
 
-@dataclass(frozen=True)
-class Environment:
+class Environment(NamedTuple):
     """Facts by which a provider detects that dsat runs in its place.
 
     Attributes:
         variables: environment variables.
-        hostfile: positions of the devices to use, by machine of the launcher's hostfile; empty
-            positions mean all devices.
-        ssh_port: port for ssh to these machines; None for the configured one.
-        master_address: address of the first machine; empty if the launcher names none.
+        launch: machines that the launcher of the user's command chooses.
     """
 
     variables: Mapping[str, str]
-    hostfile: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    ssh_port: int | None = None
-    master_address: str = ""
+    launch: Launch = Launch()
 
 
 class Provider(NamedTuple):

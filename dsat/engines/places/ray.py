@@ -158,7 +158,7 @@ def _start_actors(parts: Parts, group: Any) -> list[Host]:
                 name=name if times[name] == 1 else f"{name}-{node_id[:6]}",
                 address=known[node_id]["NodeManagerAddress"],
                 is_here=node_id == here,
-                call=lambda method, *args, actor=actor: ray.get(
+                reach=lambda method, *args, actor=actor: ray.get(
                     getattr(actor, method).remote(*args)
                 ),
             )

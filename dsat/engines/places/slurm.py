@@ -132,7 +132,7 @@ class Allocation:
         found = [
             Host(
                 name=name,
-                prefix=self._prefix(name, n, gres),
+                reach=self._prefix(name, n, gres),
                 address=addresses.get(name, name),
                 is_here=name == self.node,
             )

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -31,13 +32,14 @@ _REFUSALS = ("Permission denied", "Host key verification failed")
 
 def detect(environment: Environment) -> bool:
     """Return whether the command's launcher uses a hostfile."""
-    return bool(environment.hostfile)
+    return bool(environment.launch.hosts)
 
 
 @contextlib.contextmanager
 def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
     """Yield the machines of the launcher's hostfile, with the devices that it selects."""
-    positions = environment.hostfile
+    launch = environment.launch
+    positions = dict(launch.hosts)
     if not positions:
         raise UserInputError(
             "needs a command with a hostfile",
@@ -45,7 +47,7 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
             hint="For example: dsat tune deepspeed --hostfile hosts train.py ...",
         )
     _log.info("tuning on the machines of the hostfile, %s", ", ".join(positions))
-    hosts = inspect_machines(reach(list(positions), environment.ssh_port))
+    hosts = inspect_machines(reach(list(positions), launch.ssh_port))
     for host in hosts:
         chosen = positions[host.name]
         if chosen and max(chosen) >= host.machine.num_slots:
@@ -54,7 +56,7 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
                 f"{host.machine.describe()}",
                 where="--hostfile",
             )
-    meeting = {next(iter(positions)): environment.master_address}
+    meeting = {next(iter(positions)): launch.master_address}
     yield [
         replace(
             host,
@@ -85,7 +87,9 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
         if name in (own, own.partition(".")[0]) or (is_direct and address in ours)
     ]
     by_ssh = {name: ssh_to(name, port) for name in names if name not in here}
-    found = _identities({"": ["sh", "-c"], **by_ssh})
+    prefixes = {"": ["sh", "-c"], **by_ssh}
+    with ThreadPoolExecutor(len(prefixes)) as pool:
+        found = dict(zip(prefixes, pool.map(_identify, prefixes, prefixes.values()), strict=True))
     here += [name for name in by_ssh if ways[name][0] in ours and found[name] == found[""]]
     if len(here) > 1:
         raise UserInputError(f"lists this machine twice: {', '.join(here)}", where="--hostfile")
@@ -104,57 +108,40 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
     return [
         *(Host(name=name, address=own_address) for name in here),
         *(
-            Host(name=name, prefix=(*run, name), address=address, is_here=False)
+            Host(name=name, reach=(*run, name), address=address, is_here=False)
             for name, address in others.items()
         ),
     ]
 
 
-def _identities(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return two words that identify each host, by name.
-
-    Args:
-        prefixes: words to put before a command to run it on each host.
+def _identify(name: str, prefix: Sequence[str]) -> list[str]:
+    """Return two words that identify a host, on which commands run behind the words `prefix`.
 
     Raises:
-        UserInputError: a host does not answer, or ssh needs a password.
+        UserInputError: the host does not answer, or ssh needs a password.
     """
-    begun = {
-        name: subprocess.Popen(  # noqa: S603
+    errors = f"no answer within {_REACH_LIMIT_S:g} s"
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process = subprocess.run(  # noqa: S603
             [*prefix, _IDENTIFY],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             text=True,
             errors="replace",
+            timeout=_REACH_LIMIT_S,
         )
-        for name, prefix in prefixes.items()
-    }
-    found = {}
-    try:
-        for name, process in begun.items():
-            try:
-                said, errors = process.communicate(timeout=_REACH_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                errors = f"no answer within {_REACH_LIMIT_S:g} s"
-            if process.returncode != 0:
-                why = (
-                    (errors.strip().splitlines() or ["it printed nothing"])[-1].strip().rstrip(".")
-                )
-                command = shlex.join(["ssh", "-o", "BatchMode=yes", name, "true"])
-                keys = ": accept the host's key, and run ssh-copy-id"
-                is_refused = any(refusal in why for refusal in _REFUSALS)
-                raise UserInputError(
-                    f"ssh does not reach host {name} without a question: {why}",
-                    where="--hostfile",
-                    hint=f"`{command}` must work{keys if is_refused else ''}.",
-                )
-            found[name] = said.split()[-2:]  # a login shell may print other words before
-    finally:
-        for process in begun.values():
-            process.kill()
-            process.communicate()
-    return found
+        if process.returncode == 0:
+            return process.stdout.split()[-2:]  # a login shell may print other words before
+        errors = process.stderr
+    why = (errors.strip().splitlines() or ["it printed nothing"])[-1].strip().rstrip(".")
+    command = shlex.join(["ssh", "-o", "BatchMode=yes", name, "true"])
+    keys = ": accept the host's key, and run ssh-copy-id"
+    is_refused = any(refusal in why for refusal in _REFUSALS)
+    raise UserInputError(
+        f"ssh does not reach host {name} without a question: {why}",
+        where="--hostfile",
+        hint=f"`{command}` must work{keys if is_refused else ''}.",
+    )
 
 
 def _way_to(name: str, port: int | None) -> tuple[str, bool]:

@@ -104,40 +104,32 @@ _CONFIG_DEFAULTS: dict[str, Any] = {
 
 def init(call: Call) -> Any:
     """Return a context whose reports, checkpoints and operations stay in the trial's folder."""
-    if call.trial.task is None:
+    task, folder, given = call.trial.task, call.trial.folder, call.kwargs
+    if task is None:
         return call.proceed()
     _check_version()
-    assert call.trial.folder is not None
-    return _init(call.trial.task, call.trial.folder, *call.args, **call.kwargs)
-
-
-def _init(
-    task: LocalTask,
-    folder: Path,
-    *,
-    distributed: Any = None,
-    checkpoint_storage: Any = None,
-    preempt_mode: Any = None,
-    tensorboard_mode: Any = None,
-) -> Any:
-    """Replace `determined.core.init`; the parameters are the same."""
+    assert folder is not None
     import determined
     from determined import core
     from determined.core import _context
 
-    if distributed is None and task.slots > 1:
+    class SearcherContext(core.DummySearcherContext):  # type: ignore[misc]
+        def get_configured_units(self) -> Any:
+            return core._parse_searcher_units(dict(task.experiment_config))
+
+    if given.get("distributed") is None and task.slots > 1:
         raise ValueError("you must provide a valid DistributedContext for a multi-slot task")
     context = _context._dummy_init(
-        distributed=distributed,
-        checkpoint_storage=checkpoint_storage or str(folder / "checkpoints"),
-        preempt_mode=preempt_mode or core.PreemptMode.WorkersAskChief,
+        distributed=given.get("distributed"),
+        checkpoint_storage=given.get("checkpoint_storage") or str(folder / "checkpoints"),
+        preempt_mode=given.get("preempt_mode") or core.PreemptMode.WorkersAskChief,
     )
     is_chief = context.distributed.rank == 0
     reports = folder / "reports.jsonl" if is_chief else Path(os.devnull)
     context.info = determined.get_cluster_info()
     searcher = context.info.trial._config["searcher"]
     context.train = _train_context(reports, folder / "tensorboard", searcher)
-    context.searcher = _searcher_context(context.distributed, task)
+    context.searcher = SearcherContext(context.distributed, task.length)
     return context
 
 
@@ -166,16 +158,6 @@ def _train_context(reports: Path, tensorboard: Path, searcher: Mapping[str, Any]
 
     tensorboard.mkdir(exist_ok=True)
     return TrainContext(tensorboard)
-
-
-def _searcher_context(distributed: Any, task: LocalTask) -> Any:
-    from determined import core
-
-    class SearcherContext(core.DummySearcherContext):  # type: ignore[misc]
-        def get_configured_units(self) -> Any:
-            return core._parse_searcher_units(dict(task.experiment_config))
-
-    return SearcherContext(distributed, task.length)
 
 
 def connect(call: Call) -> None:

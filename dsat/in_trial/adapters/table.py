@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 
+from dsat.in_trial import loaders, precision
 from dsat.in_trial.adapters import deepspeed_calls as engine
 from dsat.in_trial.adapters import (
     determined_shim,
@@ -48,11 +49,9 @@ _LAUNCHERS = (
 )
 
 _TORCH = (
-    _in_trials("torch.utils.data.dataloader", "DataLoader.__iter__", torch_calls.iterate),
-    _in_trials(
-        "torch.utils.data.dataloader", "_BaseDataLoaderIter.__next__", torch_calls.get_batch
-    ),
-    _in_trials("torch.amp.autocast_mode", "autocast.__enter__", torch_calls.enter_autocast),
+    _in_trials("torch.utils.data.dataloader", "DataLoader.__iter__", loaders.begin_epoch),
+    _in_trials("torch.utils.data.dataloader", "_BaseDataLoaderIter.__next__", loaders.get_batch),
+    _in_trials("torch.amp.autocast_mode", "autocast.__enter__", precision.enter_autocast),
     _in_trials("torch.autograd", "backward", torch_calls.backward),
     Adapter("torch.distributed.rendezvous", "TCPStore", torch_calls.open_store),
 )

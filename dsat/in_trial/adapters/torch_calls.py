@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from typing import Any
 
-from dsat.in_trial import loaders, loopback, precision
 from dsat.in_trial.adapters.calls import Call
+from dsat.in_trial.loopback import is_loopback
 
-
-def iterate(call: Call) -> Any:
-    """Record how many batches a loader prepares in advance, and the length of its epoch."""
-    iterator = call.proceed()
-    loaders.begin_epoch(call.owner, iterator)
-    return iterator
-
-
-def get_batch(call: Call) -> Any:
-    """Measure how long the script waits for a batch."""
-    return loaders.wait_for_batch(call.owner, call.proceed)
-
-
-def enter_autocast(call: Call) -> Any:
-    """Record the precision of autocasting."""
-    result = call.proceed()
-    precision.note_autocast(call.owner.device)
-    return result
+_BACKLOG = 1024
+_POSITIONAL = ("host_name", "port", "world_size", "is_master", "timeout")  # in torch up to 2.6
 
 
 def backward(call: Call) -> Any:
@@ -44,5 +30,16 @@ def build_model(call: Call) -> None:
 
 
 def open_store(call: Call) -> Any:
-    """Listen on loopback only, if the address of rank 0 is a loopback address."""
-    return loopback.open_store(call.proceed_with, call.args, call.kwargs)
+    """Listen on loopback only, if the address of rank 0 is a loopback address.
+
+    By default a `TCPStore` listens on all interfaces (TCPStoreLibUvBackend.cpp in torch's
+    csrc/distributed/c10d), but it accepts a socket that already listens.
+    """
+    options = {**call.kwargs, **dict(zip(_POSITIONAL, call.args, strict=False))}
+    host, port = options.get("host_name"), options.get("port")
+    if options.get("is_master") and port and is_loopback(host):
+        options["use_libuv"] = False
+        family = socket.AF_INET6 if ":" in str(host) else socket.AF_INET
+        with socket.create_server((host, port), family=family, backlog=_BACKLOG) as listening:
+            options.setdefault("master_listen_fd", os.dup(listening.fileno()))
+    return call.proceed_with(**options)
