@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from dsat.command.own_files import COPIES_FOLDER
 from dsat.errors import JournalError, UserInputError
 from dsat.run import history
 from dsat.run.folder_lock import FolderLock
@@ -18,12 +19,22 @@ from dsat.run.journal import ENGINE, FILE_NAME, RUNS_FOLDER
 from dsat.run.run import Run
 from dsat.run.tuner import difference_to
 from dsat.show import summary
+from dsat.show.page import PAGE_FILE
 from dsat.space.plan import Plan
 from dsat.tuning.settings import Settings
 from dsat.values.files import PRIVATE_FOLDER, write_atomically
 from dsat.values.outcome import OutcomeKind
 
 _log = logging.getLogger(__name__)
+# Results in a run's folder, which each run replaces.
+_RESULTS = (
+    summary.BEST_CONFIG_FILE,
+    summary.BEST_METRICS_FILE,
+    summary.SUMMARY_FILE,
+    summary.STATUS_FILE,
+    PAGE_FILE,
+    COPIES_FOLDER,
+)
 
 
 def choose(settings: Settings, name: str, locks: ExitStack) -> Path:
@@ -48,14 +59,18 @@ def check(settings: Settings, name: str) -> Path | None:
             where=str(folder),
             hint="Add --resume to continue it, or choose another folder.",
         )
-    elif folder is not None and (folder / summary.SUMMARY_FILE).exists():
+    elif folder is not None and (there := _results(folder)):
         raise UserInputError(
-            "contains results of another search, without the journal that --resume needs",
+            f"contains {there[0].name} already, which the results would replace",
             where=str(folder),
             hint="Choose another folder.",
         )
     check_can_be_made(folder or RUNS_FOLDER, "Name another folder with --run-dir.")
     return folder
+
+
+def _results(folder: Path) -> list[Path]:
+    return [path for name in _RESULTS if os.path.lexists(path := folder / name)]
 
 
 def _find_run(folder: Path | None, name: str) -> Path:
