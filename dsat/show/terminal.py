@@ -86,7 +86,8 @@ def describe_result(view: RunView) -> list[Part]:
 
 def describe_run(view: RunView, folder: Path, state: str) -> list[Part]:
     """Return title, result and existing result files of a run."""
-    files = [folder / name for name in (summary.BEST_CONFIG_FILE, "report.html")]
+    names = [summary.BEST_CONFIG_FILE] if view.best is not None else []
+    files = [folder / name for name in (*names, "report.html")]
     return [
         Text(f"{view.title} in {folder} ({state})"),
         *describe_result(view),

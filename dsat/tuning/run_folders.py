@@ -6,7 +6,7 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,7 @@ def earlier_runs(folder: Path, plan: Plan, info: Mapping[str, Any]) -> list[Run]
     if run.has_begun and difference_to(plan, run.plan) is None:
         changed = history.difference(run, plan, info)
         if changed is not None and not _is_over(run, plan):
-            _set_aside(journal)
+            _set_aside(journal, _results(folder))
             _log.info(
                 "%s: the search begins again without what was measured before the change", changed
             )
@@ -156,12 +156,18 @@ def earlier_runs(folder: Path, plan: Plan, info: Mapping[str, Any]) -> list[Run]
     return [history.read_run(path) for path in aside]
 
 
-def _set_aside(journal: Path) -> None:
-    """Copy a journal, then empty it; a kill in between leaves a run that can resume."""
+def _set_aside(journal: Path, results: Sequence[Path] = ()) -> None:
+    """Copy a journal, rename results, then empty the journal.
+
+    A kill in between leaves a run that can resume.
+    """
     number = 1
     while (aside := journal.with_name(f"{journal.stem}-{number}.jsonl")).exists():
         number += 1
-    write_atomically(aside, journal.read_text(encoding="utf-8"))
+    # A torn last line may be no text.
+    write_atomically(aside, journal.read_text(encoding="utf-8", errors="surrogateescape"))
+    for path in results:
+        path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
     write_atomically(journal, "")
 
 
