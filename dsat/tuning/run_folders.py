@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from dsat.run.folder_lock import FolderLock
 from dsat.run.journal import ENGINE, FILE_NAME, RUNS_FOLDER
 from dsat.run.run import Run
 from dsat.run.tuner import difference_to
-from dsat.show import summary
+from dsat.show import past_runs, summary
 from dsat.show.page import PAGE_FILE
 from dsat.space.plan import Plan
 from dsat.tuning.settings import Settings
@@ -37,22 +38,24 @@ _RESULTS = (
 )
 
 
-def choose(settings: Settings, name: str, locks: ExitStack) -> Path:
+def choose(settings: Settings, name: str, locks: ExitStack, plan: Plan | None = None) -> Path:
     """Return the locked folder of the run: a new one, or the one to continue."""
-    folder = check(settings, name) or _new_folder(_stem(name))
+    folder = check(settings, name, plan) or _new_folder(_stem(name))
     locks.callback(FolderLock(folder).close)
     return folder
 
 
-def check(settings: Settings, name: str) -> Path | None:
+def check(settings: Settings, name: str, plan: Plan | None = None) -> Path | None:
     """Check and return the folder that the settings name; None for a new one.
+
+    A run of the same plan, if that is known, is preferred to newer runs.
 
     Raises:
         UserInputError: the folder holds another run, has none to resume, or cannot be written to.
     """
     folder = settings.run_dir
     if settings.resume:
-        folder = _find_run(folder, name)
+        folder = _find_run(folder, name, plan)
     elif folder is not None and (folder / FILE_NAME).exists():
         raise UserInputError(
             "already holds a run",
@@ -73,18 +76,30 @@ def _results(folder: Path) -> list[Path]:
     return [path for name in _RESULTS if os.path.lexists(path := folder / name)]
 
 
-def _find_run(folder: Path | None, name: str) -> Path:
-    """Return the folder of the run to resume: `folder`, or the newest run called `name`."""
+def _find_run(folder: Path | None, name: str, plan: Plan | None) -> Path:
+    """Return the folder of the run to resume: `folder`, or the best match among runs `name`.
+
+    That is the run of the same plan that changed last, or else the run that changed last.
+    """
     if folder is not None:
         if not _can_resume(folder):
             raise UserInputError("contains no run that this machine can resume", where=str(folder))
         return folder
     stem = _stem(name)
-    newest_first = (RUNS_FOLDER / f"{stem}-{n}" for n in sorted(_numbers(stem), reverse=True))
-    found = next(filter(_can_resume, newest_first), None)
-    if found is None:
+    runs = (RUNS_FOLDER / f"{stem}-{n}" for n in sorted(_numbers(stem), reverse=True))
+    found = sorted(filter(_can_resume, runs), key=past_runs.changed_s, reverse=True)
+    if not found:
         raise UserInputError(f"there is no run {RUNS_FOLDER / stem}-* to resume", where="--resume")
-    return found
+    return next((each for each in found if plan is not None and _is_of(plan, each)), found[0])
+
+
+def _is_of(plan: Plan, folder: Path) -> bool:
+    """Return whether a folder holds a run of a plan."""
+    try:
+        run = history.read_run(folder / FILE_NAME)
+    except JournalError:
+        return False
+    return run.has_begun and difference_to(plan, run.plan) is None
 
 
 def _can_resume(folder: Path) -> bool:
@@ -129,6 +144,16 @@ def _new_folder(stem: str) -> Path:
             number += 1
         else:
             return folder
+
+
+def keep_budget(folder: Path, settings: Settings, plan: Plan) -> Plan:
+    """Return a plan that allows a resumed run's own number of trials, unless the user sets it."""
+    journal = folder / FILE_NAME
+    if "max_trials" in settings.given or not journal.exists():
+        return plan
+    run = history.read_run(journal)
+    own = run.plan.max_trials if run.has_begun else 0
+    return replace(plan, max_trials=max(plan.max_trials, own))
 
 
 def earlier_runs(folder: Path, plan: Plan, info: Mapping[str, Any]) -> list[Run]:

@@ -184,6 +184,23 @@ def test_folders_are_numbered_and_the_newest_goes_on(copied: User) -> None:
     assert copied.types(*words).json["run_dir"] == "dsat_runs/train-5"
 
 
+def test_the_run_of_the_same_options_goes_on_and_a_refusal_names_the_run(user: User) -> None:
+    def types(*options: object, argument: str = "8") -> Told:
+        words = user.words("--max-trials", 6, *options, run_dir="", method="random")
+        return user.types(*words, "--batch-size", argument)
+
+    for stages in ((1,), (1, 2)):
+        types("--zero-stages", *stages)
+    user.cut(5, "dsat_runs/train-1")
+    assert types("--zero-stages", 1, "--resume").json["run_dir"] == "dsat_runs/train-1"
+    refused = types("--zero-stages", 0, "--resume")
+    assert refused.status == 2 and "dsat_runs/train-" in refused.err
+    assert "zero stages was [1" in refused.err
+    refused = types("--zero-stages", 1, "--resume", argument="4")
+    assert refused.status == 2 and "its arguments, " in refused.err, refused.err
+    assert not re.search("[0-9a-f]{16}", refused.err)
+
+
 def test_results_without_a_journal_are_never_written(copied: User) -> None:
     """In the last release, a search on a cluster left such a folder."""
     results = copied.folder / "dsat_runs" / "train-5"

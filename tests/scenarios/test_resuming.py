@@ -162,6 +162,14 @@ def test_a_run_goes_on_with_more_trials(user: User, method: str) -> None:
     ]
 
 
+def test_a_resumed_run_keeps_its_own_number_of_trials(user: User) -> None:
+    options = ("--stop-when", 0, "--finals", 0)
+    interrupt = Harm(signals={55: (signal.SIGINT,)})
+    user.tunes("--max-trials", 60, *options, harm=interrupt)
+    told = user.tunes(*options, "--resume")
+    assert len(told.trials) == 60 and "budget of 60 trials" in told.json["stop_reason"]
+
+
 def test_a_run_without_finals_goes_on_into_them(user: User) -> None:
     first = user.tunes("--max-trials", 16, "--finals", 0)
     assert "unconfirmed" in first.json["verdict"][0]
