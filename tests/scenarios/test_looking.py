@@ -13,8 +13,10 @@ import signal
 import socket
 import statistics
 import urllib.request
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -107,6 +109,37 @@ def test_what_a_script_writes_cannot_move_the_cursor(ran: tuple[User, Told]) -> 
     parser.handle_starttag = lambda tag, attrs: tags.append(tag)  # type: ignore[method-assign]
     parser.feed(user.reads("report.html"))
     assert "img" not in tags and tags.count("table") >= 1
+
+
+def change_journal(user: User, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change each event of the run `dsat_runs/train-1`."""
+    path = user.folder / "dsat_runs/train-1/journal.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    for event in events:
+        change(event)
+    path.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+
+
+def test_a_strangers_journal_cannot_move_the_cursor(copied: User) -> None:
+    def spoil(event: dict[str, Any]) -> None:
+        if "plan" in event:
+            event["plan"]["method"] = ESCAPE
+            event["info"] = {**dict.fromkeys(event["info"], ESCAPE), ESCAPE: ESCAPE}
+        if event["event"] == "stopped":
+            event["reason"] = ESCAPE
+
+    change_journal(copied, spoil)
+    for words in ("show train-1", "show train-1 --trials", "runs", "compare train-1 train-3"):
+        told = copied.types(*words.split())
+        assert told.status == 0 and set("\x1b\x07") & set(told.out + told.err) == set()
+    assert "\\x1b[2J" in told.out
+
+
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/b", "..", "", "a\0", ESCAPE])
+def test_a_strangers_journal_cannot_lead_out_of_its_folder(copied: User, name: str) -> None:
+    change_journal(copied, lambda event: event.get("trial", {}).update(name=name))
+    shown = copied.types("show", "train-1", "--trial", "0")
+    assert shown.status == 1 and "is damaged: trial " in shown.err, shown.err
 
 
 @pytest.mark.slow
