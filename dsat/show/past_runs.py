@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,12 +50,18 @@ def folders(above: Path | None = None) -> list[Path]:
 
 
 def _is_of_run(folder: Path) -> bool:
-    return os.path.isfile(folder / FILE_NAME)
+    """Return whether a folder has a journal; True also if this user may not look."""
+    try:
+        return stat.S_ISREG((folder / FILE_NAME).stat().st_mode)
+    except (OSError, ValueError) as error:
+        return isinstance(error, PermissionError)
 
 
 def changed_s(folder: Path) -> float:
-    """Return the time of the journal's last change, in seconds since the epoch."""
-    return (folder / FILE_NAME).stat().st_mtime
+    """Return the time of the journal's last change, in seconds since the epoch; 0 if unknown."""
+    with contextlib.suppress(PermissionError):
+        return (folder / FILE_NAME).stat().st_mtime
+    return 0.0
 
 
 def load(path: Path | None = None) -> PastRun:

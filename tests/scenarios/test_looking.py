@@ -254,6 +254,24 @@ def test_a_folder_without_runs_is_said(user: User) -> None:
     assert listed.status == 0 and "dsat_runs" in listed.err
 
 
+def test_a_run_of_another_user_is_named_with_the_reason(copied: User) -> None:
+    def becomes_another_user() -> None:
+        if os.getuid() == 0:
+            os.setuid(65534)
+
+    for folder in (copied.folder, copied.folder / "dsat_runs", copied.folder / "dsat_runs/train-3"):
+        folder.chmod(0o755)
+    (copied.folder / "dsat_runs/train-3/journal.jsonl").chmod(0o644)
+    (copied.folder / "dsat_runs/train-1").chmod(0)
+    other = Harm(before=becomes_another_user)
+    listed = copied.types("runs", "--json", harm=other)
+    assert [Path(row["run_dir"]).name for row in listed.json] == ["train-3"]
+    shown = copied.types("show", "train-1", harm=other)
+    for told in (listed, shown):
+        assert "dsat_runs/train-1/journal.jsonl" in told.err and "Permission denied" in told.err
+    assert shown.status == 1 and copied.types("show", harm=other).status == 0
+
+
 def test_runs_that_are_damaged_or_of_other_versions(copied: User) -> None:
     shutil.copytree(RECORDED, copied.folder / "dsat_runs" / "release-1")
     copied.cut(4, "dsat_runs/train-1")
