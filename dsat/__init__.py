@@ -1,7 +1,8 @@
 """DeepSpeed Autotune: functions for training scripts, and the Python API.
 
-Importing this package does not import torch, deepspeed, determined or transformers. The API
-(`tune`, `estimate`, `load_run`, ...; see `dsat.api`) is imported on first use.
+Importing this package does not import torch, deepspeed, determined or transformers. The functions
+for scripts and the API (`tune`, `estimate`, `load_run`, ...; see `dsat.api`) are imported on first
+use.
 """
 
 import importlib
@@ -12,12 +13,6 @@ if sys.version_info < (3, 10):  # noqa: UP036  # an image on a cluster may have 
     raise ImportError("dsat needs Python 3.10 or newer, not " + sys.version.split()[0])
 
 from dsat.errors import DsatError, UserInputError
-from dsat.in_trial.script_api import (
-    dsat_reporting_context,
-    get_batch_config_from_mbs_gas_and_slots,
-    get_ds_config_from_hparams,
-    get_hf_args_with_overwrites,
-)
 
 if TYPE_CHECKING:
     from dsat.api import (
@@ -30,6 +25,12 @@ if TYPE_CHECKING:
         register_engine,
         register_search,
         tune,
+    )
+    from dsat.in_trial.script_api import (
+        dsat_reporting_context,
+        get_batch_config_from_mbs_gas_and_slots,
+        get_ds_config_from_hparams,
+        get_hf_args_with_overwrites,
     )
 
 __version__ = "0.1.0"
@@ -57,9 +58,11 @@ __all__ = [
 if not TYPE_CHECKING:  # a type checker would accept every name, as Any
 
     def __getattr__(name: str) -> Any:
-        if name not in __all__:  # names of `__all__` that are not imported above come from the API
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module("dsat.api"), name)
+        is_of_scripts = name.startswith(("dsat_", "get_"))
+        module = "dsat.in_trial.script_api" if is_of_scripts else "dsat.api"
+        value = getattr(importlib.import_module(module), name)
         globals()[name] = value
         return value
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from dsat.cli import EXIT_INTERRUPTED, parser, streams
+from dsat.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, streams
 
 # Signals within this time are one interruption: terminals and service managers send several.
 _TOGETHER_S = 0.5
@@ -17,10 +17,19 @@ _TOGETHER_S = 0.5
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    given = list(sys.argv[1:] if argv is None else argv)
     streams.make_safe()
+    status = _run(list(sys.argv[1:] if argv is None else argv))
+    lost = streams.why_output_is_lost()
+    if lost is not None:
+        print(f"dsat: error: output is lost: {lost.strerror}", file=sys.stderr)
+    return EXIT_FAILED if lost is not None and status == EXIT_OK else status
+
+
+def _run(argv: Sequence[str]) -> int:
     try:
-        settings, line = parser.parse(given)
+        from dsat.cli import parser  # not above: Ctrl-C may come while it is imported
+
+        settings, line = parser.parse(argv)
         from dsat.cli import commands  # most of dsat, which `--help` does not need
         from dsat.engines.agent.rank_process import FOR_DSAT
 

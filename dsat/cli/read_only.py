@@ -76,7 +76,7 @@ def _compare(settings: CompareSettings) -> None:
 def _list(settings: RunsSettings) -> None:
     found, unread = past_runs.load_all(settings.folder)
     for message in unread:
-        print(f"dsat: {message}", file=sys.stderr)
+        print(printable(f"dsat: {message}"), file=sys.stderr)
     if not found and not unread:
         print(f"dsat: there is no run in {settings.folder or RUNS_FOLDER}", file=sys.stderr)
     if not found and not settings.json:

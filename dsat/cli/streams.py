@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import IO, Any
+
+_NOBODY_READS = (errno.EPIPE, errno.EIO)  # of a pipe, and of a terminal
 
 
 def make_safe() -> None:
@@ -29,8 +32,16 @@ def make_safe() -> None:
             setattr(sys, name, _Safe(stream))
 
 
+def why_output_is_lost() -> OSError | None:
+    """Flush the standard output; return why it lost text that somebody reads, or None."""
+    sys.stdout.flush()
+    return getattr(sys.stdout, "failure", None)
+
+
 class _Safe:
     """A text stream that discards text once writing fails."""
+
+    failure: OSError | None = None
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -38,15 +49,15 @@ class _Safe:
     def write(self, text: str) -> int:
         try:
             return self._stream.write(text)
-        except (OSError, ValueError):  # ValueError: the stream was closed
-            self._give_up()
+        except (OSError, ValueError) as error:  # ValueError: the stream was closed
+            self._give_up(error)
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
-        except (OSError, ValueError):
-            self._give_up()
+        except (OSError, ValueError) as error:
+            self._give_up(error)
 
     def writelines(self, lines: Any) -> None:
         for line in lines:
@@ -55,8 +66,10 @@ class _Safe:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _give_up(self) -> None:
+    def _give_up(self, error: OSError | ValueError) -> None:
         """Redirect the stream to /dev/null, so that exit does not write buffered text again."""
+        if isinstance(error, OSError) and error.errno not in _NOBODY_READS:
+            self.failure = error
         try:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self._stream.fileno())

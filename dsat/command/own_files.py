@@ -26,6 +26,7 @@ from dsat.command.ds_config import BATCH_KEYS
 from dsat.command.switches import CHECKPOINTING, NEWER_CHECKPOINTING
 
 _, _MICRO_BATCH, _GAS = BATCH_KEYS
+COPIES_FOLDER = "best_files"  # beside the best configuration
 _SUFFIXES = (".yaml", ".yml", ".json")
 _LARGEST_BYTES = 2**20  # larger files are data
 _CONFIG = "deepspeed"  # key of the DeepSpeed configuration or its path
@@ -113,7 +114,8 @@ class Answer:
     """The best configuration, and how the script gets it.
 
     Attributes:
-        path: file of the best configuration; copies of the user's files are written beside it.
+        path: file of the best configuration; copies of the user's files are written into
+            `COPIES_FOLDER` beside it.
         switches: values of fields of TrainingArguments.
         in_arguments: whether the script's arguments name the DeepSpeed configuration.
         by_accelerate: whether accelerate passes the DeepSpeed configuration to the script.
@@ -211,7 +213,7 @@ class Rewriting:
             return "", None
         name = self._name_of_copy(path)
         self.copies[name] = _text(data, path)
-        return str(self._answer.path.parent / name), form
+        return str(self._answer.path.parent / COPIES_FOLDER / name), form
 
     def _name_of_copy(self, path: Path) -> str:
         """Return a file's name, with a number if another copied file has the same name."""

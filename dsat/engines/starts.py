@@ -285,8 +285,6 @@ class _Plan:
             **builder.experiment.env,
             "PYTHONUNBUFFERED": "1",
             TRIAL_VARIABLE: str(self.folder),
-            RUN_VARIABLE: str(builder.run.resolve()),
-            **leftovers.owner_mark(),
         }
         if not is_command:
             env |= self.program.env
@@ -335,6 +333,8 @@ class _Plan:
 
     def _process(self, rank: int) -> dict[str, Any]:
         env, command = self.environment(rank), self._command(rank)
+        # Not in `cmd.txt`: the next dsat would end what a user starts from there.
+        env |= {RUN_VARIABLE: str(self.builder.run.resolve()), **leftovers.owner_mark()}
         env["PYTHONPATH"] = self._add_hook(env.get("PYTHONPATH", ""))
         for number, word in enumerate(command if Path(command[0]).name == "env" else ()):
             name, _, value = word.partition("=")

@@ -75,7 +75,7 @@ def to_optuna(view: RunView, output: Path, name: str) -> None:
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     study = optuna.create_study(
-        storage=f"sqlite:///{output}",
+        storage=_url_of(output),
         study_name=name,
         direction="minimize" if view.plan.objective.smaller_is_better else "maximize",
     )
@@ -110,7 +110,7 @@ def to_mlflow(view: RunView, output: Path, name: str) -> None:
     from mlflow.entities import Metric, Param, RunTag
     from mlflow.tracking import MlflowClient
 
-    client = MlflowClient(tracking_uri=f"sqlite:///{output}")
+    client = MlflowClient(tracking_uri=_url_of(output))
     tags = {key: str(value)[:_MOST_TEXT] for key, value in _decision(view).items()}
     place = output.parent.as_uri()
     experiment = client.create_experiment(name, artifact_location=place, tags=tags)
@@ -210,6 +210,13 @@ def export(view: RunView, to: str, output: Path, name: str) -> None:
         if type(error).__module__.partition(".")[0] not in _DATABASES:
             raise
         raise DsatError(f"{output}: {str(error).partition(chr(10))[0]}") from error
+
+
+def _url_of(database: Path) -> str:
+    """Return the URL of a SQLite database, whose path may hold `?`."""
+    from sqlalchemy.engine import URL
+
+    return URL.create("sqlite", database=str(database)).render_as_string()
 
 
 def _list_compared(view: RunView) -> Iterator[tuple[TrialView, Outcome]]:

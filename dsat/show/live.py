@@ -10,7 +10,6 @@ from rich.console import Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table as RichTable
-from rich.text import Text
 
 from dsat.run.loop import Observer
 from dsat.run.run import Run
@@ -55,14 +54,14 @@ class LiveView(Observer):
     def say(self, *lines: str) -> None:
         """Print lines above the table, unwrapped so that they can be copied."""
         for line in lines:
-            self._console.print(Text(line), soft_wrap=True)
+            self._console.print(terminal.as_text(line), soft_wrap=True)
 
     def show(self, heading: str, table: Table) -> None:
         """Show an incomplete table on a terminal; it disappears at the end."""
         if self._live is not None:
             self._live.transient = True
             shown = terminal.rich_table(table, self._console.width)
-            self._live.update(Group(Text(heading), shown), refresh=True)
+            self._live.update(Group(terminal.as_text(heading), shown), refresh=True)
 
     def waited(self, run: Run) -> None:
         if self._live is None or not run.has_begun:
@@ -78,7 +77,7 @@ class LiveView(Observer):
         table = terminal.rich_table(
             Table(("trial", "result"), cells, names=("trial",)), self._console.width
         )
-        self._live.update(Group(table, bar, *map(Text, lines)), refresh=True)
+        self._live.update(Group(table, bar, *map(terminal.as_text, lines)), refresh=True)
 
     def _result_of(self, each: TrialView) -> str:
         """Return how a trial ended, or what it is doing."""

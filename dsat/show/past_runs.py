@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,16 +46,22 @@ def folders(above: Path | None = None) -> list[Path]:
     candidates = [] if above is None else [above]
     below = RUNS_FOLDER if above is None else above
     candidates += sorted(below.iterdir()) if below.is_dir() else []
-    return sorted(filter(_is_of_run, candidates), key=_changed_s, reverse=True)
+    return sorted(filter(_is_of_run, candidates), key=changed_s, reverse=True)
 
 
 def _is_of_run(folder: Path) -> bool:
-    return os.path.isfile(folder / FILE_NAME)
+    """Return whether a folder has a journal; True also if this user may not look."""
+    try:
+        return stat.S_ISREG((folder / FILE_NAME).stat().st_mode)
+    except (OSError, ValueError) as error:
+        return isinstance(error, PermissionError)
 
 
-def _changed_s(folder: Path) -> float:
-    """Return the time of the journal's last change, in seconds since the epoch."""
-    return (folder / FILE_NAME).stat().st_mtime
+def changed_s(folder: Path) -> float:
+    """Return the time of the journal's last change, in seconds since the epoch; 0 if unknown."""
+    with contextlib.suppress(PermissionError):
+        return (folder / FILE_NAME).stat().st_mtime
+    return 0.0
 
 
 def load(path: Path | None = None) -> PastRun:
@@ -73,7 +80,7 @@ def load(path: Path | None = None) -> PastRun:
         raise UserInputError("has not begun yet", where=str(folder))
     is_running = is_locked(folder)
     run.paused = not is_running  # also if it was killed
-    return PastRun(folder, run, is_running, _changed_s(folder))
+    return PastRun(folder, run, is_running, changed_s(folder))
 
 
 def load_all(above: Path | None = None) -> tuple[list[PastRun], list[str]]:

@@ -24,7 +24,7 @@ from dsat.values import format as fmt
 from dsat.values.objective import METRIC_NAMES
 from dsat.values.outcome import MemoryUse, Metrics, Outcome
 from dsat.values.table import Table
-from dsat.values.text import hide_secrets_in_values, printable
+from dsat.values.text import escape, hide_secrets_in_values, printable
 from dsat.values.trial import Trial
 
 _LAST_LINES = 12  # of a log
@@ -42,12 +42,17 @@ def console(stream: Any) -> Console:
     return Console(file=stream, highlight=False, soft_wrap=wide is not None, width=wide)
 
 
+def as_text(text: str) -> Text:
+    """Return a text for a console; journals and scripts may hold terminal escape sequences."""
+    return Text(escape(text))
+
+
 def show(stream: Any, parts: Iterable[Part]) -> None:
     """Print parts of an output; strings, such as commands, are not wrapped."""
     into = console(stream)
     for each in parts:
         if isinstance(each, str):
-            into.print(Text(each), soft_wrap=True)
+            into.print(as_text(each), soft_wrap=True)
         else:
             into.print(rich_table(each, into.width) if isinstance(each, Table) else each)
 
@@ -59,9 +64,9 @@ def rich_table(table: Table, width: int) -> RichTable:
         table = table.without(optional.pop(0))
     found = RichTable()
     for heading in table.headings:
-        found.add_column(Text(heading), no_wrap=heading in table.names, overflow="fold")
+        found.add_column(as_text(heading), no_wrap=heading in table.names, overflow="fold")
     for row in table.rows:
-        found.add_row(*map(Text, row))
+        found.add_row(*map(as_text, row))
     return found
 
 
@@ -79,16 +84,17 @@ def _width(table: Table) -> int:
 def describe_result(view: RunView) -> list[Part]:
     """Return the verdict of a run, its table of stages and its facts."""
     stages: list[Part] = [view.stage_table()] if view.stages else []
-    headline, *others = map(Text, view.verdict.lines)
+    headline, *others = map(as_text, view.verdict.lines)
     headline.stylize("bold")
-    return [headline, *others, *stages, *map(Text, view.facts)]
+    return [headline, *others, *stages, *map(as_text, view.facts)]
 
 
 def describe_run(view: RunView, folder: Path, state: str) -> list[Part]:
     """Return title, result and existing result files of a run."""
-    files = [folder / name for name in (summary.BEST_CONFIG_FILE, "report.html")]
+    names = [summary.BEST_CONFIG_FILE] if view.best is not None else []
+    files = [folder / name for name in (*names, "report.html")]
     return [
-        Text(f"{view.title} in {folder} ({state})"),
+        as_text(f"{view.title} in {folder} ({state})"),
         *describe_result(view),
         *(str(path) for path in files if path.exists()),
     ]
@@ -105,7 +111,7 @@ def describe_trial(run: Run, trial: Trial, folder: Path) -> list[Part]:
         f"batch {batch.train_batch_size}",
         f"result: {view.result}",
     ]
-    found: list[Part] = [*map(Text, lines)]
+    found: list[Part] = [*map(as_text, lines)]
     if view.outcome is not None:
         found += _describe_outcome(run, view, view.outcome)
     return [*found, *_tails(folder)]
@@ -138,11 +144,11 @@ def compare_runs(views: Views) -> list[Part]:
             if len({repr(each.get(key)) for each in settings}) > 1
         ]
         if differing:
-            found.append(Text("where the best configurations differ:"))
+            found.append(as_text("where the best configurations differ:"))
             found.append(Table(("setting", *views), differing))
         else:
-            found.append(Text("the best configurations are the same"))
-    return [*found, *map(Text, _caveats(views))]
+            found.append(as_text("the best configurations are the same"))
+    return [*found, *map(as_text, _caveats(views))]
 
 
 def comparison_to_json(views: Views, folders: Mapping[str, Path]) -> dict[str, Any]:
@@ -167,20 +173,20 @@ def list_runs(runs: Iterable[tuple[PastRun, RunView]]) -> list[Part]:
 
 
 def _describe_outcome(run: Run, view: TrialView, outcome: Outcome) -> list[Part]:
-    found: list[Part] = [Text(f"took {fmt.duration(outcome.duration_s)}")]
-    found += [Text(f"warning: {text}") for text in outcome.warnings]
+    found: list[Part] = [as_text(f"took {fmt.duration(outcome.duration_s)}")]
+    found += [as_text(f"warning: {text}") for text in outcome.warnings]
     if outcome.metrics is not None:
         found.append(Table(("measured", "value"), _measured(outcome.metrics)))
     if changes := _changes(run, view.trial):
-        found.append(Text("settings that differ from your configuration:"))
+        found.append(as_text("settings that differ from your configuration:"))
         found.append(Table(("setting", "yours", "here"), changes))
     if view.trial.predicted_bytes is not None:
         predicted = fmt.memory(view.trial.predicted_bytes)
-        found.append(Text(f"predicted memory per device: {predicted}"))
+        found.append(as_text(f"predicted memory per device: {predicted}"))
     if outcome.memory is not None:
         found += _describe_memory(outcome.memory)
     if outcome.detail:
-        found += [Text("output of the script:"), Text(outcome.detail.rstrip())]
+        found += [as_text("output of the script:"), as_text(outcome.detail.rstrip())]
     return found
 
 
@@ -195,7 +201,7 @@ def _describe_memory(memory: MemoryUse) -> Iterator[Part]:
     phases = [phase for phase in _PHASES if any(phase in sizes for sizes in columns.values())]
     if phases:
         rows = [(p, *(fmt.memory(sizes.get(p)) for sizes in columns.values())) for p in phases]
-        yield Text("memory by phase:")
+        yield as_text("memory by phase:")
         yield Table(("phase", *columns), rows)
 
 
@@ -220,8 +226,8 @@ def _changes(run: Run, trial: Trial) -> list[tuple[str, str, str]]:
 def _tails(folder: Path) -> Iterator[Part]:
     for path in (folder / name for name in log_files(0)):
         if lines := read_end(path)[-_LAST_LINES:]:
-            yield Text(f"the last lines of {path}:")
-            yield from (Text(f"  {printable(line, 400)}") for line in lines)
+            yield as_text(f"the last lines of {path}:")
+            yield from (as_text(f"  {printable(line, 400)}") for line in lines)
 
 
 def _column(view: RunView) -> dict[str, str]:

@@ -93,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(200, _JSON, json.dumps(_state(self.server.folder, known)))
             else:
                 self._send(404, _TEXT, "There is no such page.")
-        except (UserInputError, JournalError, FileNotFoundError, PermissionError) as error:
+        except (UserInputError, JournalError, OSError) as error:
             self._send(404, _TEXT, str(error))
 
     def _send(self, status: int, kind: str, text: str) -> None:

@@ -29,10 +29,11 @@ _LABELS = {
     "switches": "the script's switch",
     "defaults": "DeepSpeed's default of",
     "offload_helps": "devices with memory of their own",
-    "measured.program": "program (a digest of entrypoint, hyperparameters and argument mappings)",
+    "measured.program": "the command, its arguments, hyperparameters or argument mappings",
     "measured.steps": "profile steps (start, end, most)",
     "measured.device": "device",
 }
+_DIGEST = "measured.program"  # its values mean nothing to users
 BY_SIMULATION, BY_FORMULA, NO_MEMORY_MODEL = MEMORY_MODELS = ("simulation", "formula", "none")
 LONGEST_S = 20.0  # `Plan.longest_s` of a new plan
 _ABSENT = "not given"
@@ -124,14 +125,17 @@ class Plan(Recorded, BatchRule, Freedom):
 
 
 def difference_of(name: str, earlier: Any, today: Any) -> str:
-    """Describe the first difference of two values of a field: `FIELD was X, now Y`."""
+    """Describe the first difference of two values of a field, such as `FIELD was X, now Y`."""
     write = _WRITERS.get(name)
     if write is not None:
         earlier, today = (_ABSENT if value is None else write(value) for value in (earlier, today))
     path, was, now = first_difference(earlier, today)
-    label = _LABELS.get(".".join([name, *path]))
+    whole = ".".join([name, *path])
+    label = _LABELS.get(whole)
     if label is None:
         label = _LABELS.get(name, name.replace("_", " ")) + f" {'.'.join(path)}"
+    if whole == _DIGEST:
+        return f"{label} changed"
     return f"{label.strip()} was {was}, now {now}"
 
 

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -15,7 +16,7 @@ from dsat.engines.agent import leftovers
 from dsat.engines.engine import LocalEngine
 from dsat.engines.start import FULL_RUN_ID, LocalOptions
 from dsat.engines.trial_folder import TRIALS_FOLDER, follow, log_files
-from dsat.errors import DsatError, SearchFailed, UserInputError
+from dsat.errors import DsatError, JournalMismatch, SearchFailed, UserInputError
 from dsat.in_trial.failures import INSIDE_DSAT
 from dsat.memory.predictor import Basis
 from dsat.prepare.hosts import describe
@@ -61,22 +62,29 @@ class LocalSearch:
         self.interrupted = False
         self._engine: Engine | None = None
         with contextlib.ExitStack() as opened:
-            self.folder = run_folders.choose(ready.settings, ready.experiment.name, opened)
+            name, settings = ready.experiment.name, ready.settings
+            self.folder = run_folders.choose(settings, name, opened, ready.plan)
+            plan = run_folders.keep_budget(self.folder, settings, ready.plan)
+            ready = replace(ready, plan=plan)
             earlier = run_folders.earlier_runs(self.folder, ready.plan, ready.info)
             # A new folder has none, and the check would inspect all processes.
-            ended = leftovers.end_processes(self.folder) if ready.settings.resume else []
+            ended = leftovers.end_processes(self.folder) if settings.resume else []
             if ended:
                 _log.info(
                     "ended %s left over from an earlier run in this folder",
                     count(len(ended), "process"),
                 )
-            self._tuner = Tuner(
-                ready.plan,
-                opened.enter_context(Journal(self.folder / FILE_NAME)),
-                info=ready.info,
-                earlier=history.reusable_trials(earlier, ready.plan, ready.info),
-                last_event_s=ready.began_s,
-            )
+            journal = opened.enter_context(Journal(self.folder / FILE_NAME))
+            try:
+                self._tuner = Tuner(
+                    ready.plan,
+                    journal,
+                    info=ready.info,
+                    earlier=history.reusable_trials(earlier, ready.plan, ready.info),
+                    last_event_s=ready.began_s,
+                )
+            except JournalMismatch as error:
+                raise JournalMismatch(f"{self.folder}: {error}") from None
             self._opened = opened.pop_all()
         self.run = self._tuner.run
         self.ready = ready.after(self.run)

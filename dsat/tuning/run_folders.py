@@ -6,51 +6,65 @@ import glob
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dsat.command.own_files import COPIES_FOLDER
 from dsat.errors import JournalError, UserInputError
 from dsat.run import history
 from dsat.run.folder_lock import FolderLock
 from dsat.run.journal import ENGINE, FILE_NAME, RUNS_FOLDER
 from dsat.run.run import Run
 from dsat.run.tuner import difference_to
-from dsat.show import summary
+from dsat.show import past_runs, summary
+from dsat.show.page import PAGE_FILE
 from dsat.space.plan import Plan
 from dsat.tuning.settings import Settings
 from dsat.values.files import PRIVATE_FOLDER, write_atomically
 from dsat.values.outcome import OutcomeKind
 
 _log = logging.getLogger(__name__)
+# Results in a run's folder, which each run replaces.
+_RESULTS = (
+    summary.BEST_CONFIG_FILE,
+    summary.BEST_METRICS_FILE,
+    summary.SUMMARY_FILE,
+    summary.STATUS_FILE,
+    PAGE_FILE,
+    COPIES_FOLDER,
+)
 
 
-def choose(settings: Settings, name: str, locks: ExitStack) -> Path:
+def choose(settings: Settings, name: str, locks: ExitStack, plan: Plan | None = None) -> Path:
     """Return the locked folder of the run: a new one, or the one to continue."""
-    folder = check(settings, name) or _new_folder(_stem(name))
+    folder = check(settings, name, plan) or _new_folder(_stem(name))
     locks.callback(FolderLock(folder).close)
     return folder
 
 
-def check(settings: Settings, name: str) -> Path | None:
+def check(settings: Settings, name: str, plan: Plan | None = None) -> Path | None:
     """Check and return the folder that the settings name; None for a new one.
+
+    A run of the same plan, if that is known, is preferred to newer runs.
 
     Raises:
         UserInputError: the folder holds another run, has none to resume, or cannot be written to.
     """
     folder = settings.run_dir
     if settings.resume:
-        folder = _find_run(folder, name)
+        folder = _find_run(folder, name, plan)
     elif folder is not None and (folder / FILE_NAME).exists():
         raise UserInputError(
             "already holds a run",
             where=str(folder),
             hint="Add --resume to continue it, or choose another folder.",
         )
-    elif folder is not None and (folder / summary.SUMMARY_FILE).exists():
+    elif folder is not None and (there := _results(folder)):
         raise UserInputError(
-            "contains results of another search, without the journal that --resume needs",
+            f"contains {there[0].name} already, which the results would replace",
             where=str(folder),
             hint="Choose another folder.",
         )
@@ -58,18 +72,34 @@ def check(settings: Settings, name: str) -> Path | None:
     return folder
 
 
-def _find_run(folder: Path | None, name: str) -> Path:
-    """Return the folder of the run to resume: `folder`, or the newest run called `name`."""
+def _results(folder: Path) -> list[Path]:
+    return [path for name in _RESULTS if os.path.lexists(path := folder / name)]
+
+
+def _find_run(folder: Path | None, name: str, plan: Plan | None) -> Path:
+    """Return the folder of the run to resume: `folder`, or the best match among runs `name`.
+
+    That is the run of the same plan that changed last, or else the run that changed last.
+    """
     if folder is not None:
         if not _can_resume(folder):
             raise UserInputError("contains no run that this machine can resume", where=str(folder))
         return folder
     stem = _stem(name)
-    newest_first = (RUNS_FOLDER / f"{stem}-{n}" for n in sorted(_numbers(stem), reverse=True))
-    found = next(filter(_can_resume, newest_first), None)
-    if found is None:
+    runs = (RUNS_FOLDER / f"{stem}-{n}" for n in sorted(_numbers(stem), reverse=True))
+    found = sorted(filter(_can_resume, runs), key=past_runs.changed_s, reverse=True)
+    if not found:
         raise UserInputError(f"there is no run {RUNS_FOLDER / stem}-* to resume", where="--resume")
-    return found
+    return next((each for each in found if plan is not None and _is_of(plan, each)), found[0])
+
+
+def _is_of(plan: Plan, folder: Path) -> bool:
+    """Return whether a folder holds a run of a plan."""
+    try:
+        run = history.read_run(folder / FILE_NAME)
+    except JournalError:
+        return False
+    return run.has_begun and difference_to(plan, run.plan) is None
 
 
 def _can_resume(folder: Path) -> bool:
@@ -116,6 +146,16 @@ def _new_folder(stem: str) -> Path:
             return folder
 
 
+def keep_budget(folder: Path, settings: Settings, plan: Plan) -> Plan:
+    """Return a plan that allows a resumed run's own number of trials, unless the user sets it."""
+    journal = folder / FILE_NAME
+    if "max_trials" in settings.given or not journal.exists():
+        return plan
+    run = history.read_run(journal)
+    own = run.plan.max_trials if run.has_begun else 0
+    return replace(plan, max_trials=max(plan.max_trials, own))
+
+
 def earlier_runs(folder: Path, plan: Plan, info: Mapping[str, Any]) -> list[Run]:
     """Return earlier runs in a folder, whose trials may be reused.
 
@@ -127,7 +167,7 @@ def earlier_runs(folder: Path, plan: Plan, info: Mapping[str, Any]) -> list[Run]
     if run.has_begun and difference_to(plan, run.plan) is None:
         changed = history.difference(run, plan, info)
         if changed is not None and not _is_over(run, plan):
-            _set_aside(journal)
+            _set_aside(journal, _results(folder))
             _log.info(
                 "%s: the search begins again without what was measured before the change", changed
             )
@@ -141,12 +181,18 @@ def earlier_runs(folder: Path, plan: Plan, info: Mapping[str, Any]) -> list[Run]
     return [history.read_run(path) for path in aside]
 
 
-def _set_aside(journal: Path) -> None:
-    """Copy a journal, then empty it; a kill in between leaves a run that can resume."""
+def _set_aside(journal: Path, results: Sequence[Path] = ()) -> None:
+    """Copy a journal, rename results, then empty the journal.
+
+    A kill in between leaves a run that can resume.
+    """
     number = 1
     while (aside := journal.with_name(f"{journal.stem}-{number}.jsonl")).exists():
         number += 1
-    write_atomically(aside, journal.read_text(encoding="utf-8"))
+    # A torn last line may be no text.
+    write_atomically(aside, journal.read_text(encoding="utf-8", errors="surrogateescape"))
+    for path in results:
+        path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
     write_atomically(journal, "")
 
 

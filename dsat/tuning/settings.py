@@ -297,7 +297,8 @@ class Settings(Target):
     resume: bool = option(
         "--resume",
         group=Group.FIRST,
-        help="continue the run in --run-dir, or the newest one of this experiment",
+        help="continue the run in --run-dir, or the newest one of this experiment, preferably with "
+        "these options",
     )
     run_full_experiment: bool = option(
         "--run-full-experiment",

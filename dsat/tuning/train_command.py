@@ -27,7 +27,7 @@ from dsat.in_trial.memory_limit import MALLOC_VARIABLES
 from dsat.run.run import Run, own_switches
 from dsat.show import summary
 from dsat.tuning.preparation import FAILED_BY_THEMSELVES, Prepared
-from dsat.values.files import write_atomically
+from dsat.values.files import PRIVATE_FOLDER, write_atomically
 from dsat.values.text import assignment, shell_line
 from dsat.values.trial import Trial
 
@@ -89,10 +89,11 @@ def write_own_files(ready: Prepared, run: Run, folder: Path) -> None:
     """Write copies of the user's configuration files that contain the best configuration."""
     if run.best is None:
         return
-    config = folder / summary.BEST_CONFIG_FILE
+    config, copies = folder / summary.BEST_CONFIG_FILE, folder / own_files.COPIES_FOLDER
     found = _own_form(ready.after(run), run, run.best, config)
     for name, text in (found.copies if found else {}).items():
-        write_atomically(folder / name, text)
+        copies.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
+        write_atomically(copies / name, text)
 
 
 def _own_form(ready: Prepared, run: Run, best: Trial, path: Path) -> Rewriting | None:

@@ -113,7 +113,7 @@ def printable(text: str, most: int = MOST_OF_A_LINE) -> str:
         most: maximum number of characters; a longer text keeps its beginning and its end.
     """
     if len(text) <= most:
-        text = hide_secrets(_escape(text))
+        text = hide_secrets(escape(text))
         if len(text) <= most:
             return text
     left_out = len(text) - most
@@ -121,7 +121,7 @@ def printable(text: str, most: int = MOST_OF_A_LINE) -> str:
     half = (most - len(note)) // 2
     # Hide secrets first, so that none is cut in half and missed.
     window = most + _LONGEST_KEY
-    first, last = (hide_secrets(_escape(part)) for part in (text[:window], text[-window:]))
+    first, last = (hide_secrets(escape(part)) for part in (text[:window], text[-window:]))
     return f"{first[:half]}{note}{last[-half:]}"
 
 
@@ -289,7 +289,8 @@ def hide_secrets_in_values(value: Any, names: tuple[str, ...] = ()) -> Any:
     return hide_secrets(value) if isinstance(value, str) else value
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
+    """Return a text whose control characters a terminal would only show."""
     return _UNPRINTABLE.sub(
         lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text
     )

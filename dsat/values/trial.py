@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,7 +120,7 @@ class Trial(KnownBefore, Recorded):
 
     Attributes:
         id: sequential from 0; the first one profiles the model.
-        name: descriptive (`z2_gas1_tmbspg4`) and unique in the run.
+        name: descriptive (`z2_gas1_tmbspg4`) and unique in the run; names the trial's folder.
         overrides: DeepSpeed settings that replace those of the user's configuration.
         strategy: name of its `Strategy` (`z2_offload`); by default the stage alone (`z2`).
         script_args: values of the script's switches (`gradient_checkpointing`).
@@ -153,5 +154,7 @@ class Trial(KnownBefore, Recorded):
         return own_first or self.kind is TrialKind.PROFILE
 
     def __post_init__(self) -> None:
+        if not re.fullmatch(r"\w[\w.+-]*", self.name):
+            raise ValueError(f"{self.name!r} cannot name a trial's folder")
         if not self.strategy:
             object.__setattr__(self, "strategy", f"z{self.stage}")

@@ -35,6 +35,20 @@ def test_the_run_goes_on(tmp_path: Path, redirection: str) -> None:
     assert int((tmp_path / "journal").read_text()) > 2, "no file takes the place of a stream"
 
 
+@pytest.mark.parametrize("module", ["dsat.cli.parser", "dsat.command.ds_config"])
+def test_ctrl_c_while_dsat_is_imported_is_an_interruption(module: str) -> None:
+    program = (
+        "import sys\nfrom importlib.abc import MetaPathFinder\n"
+        "class Interrupted(MetaPathFinder):\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == '{module}': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "from dsat.cli.main import main\nsys.exit(main(['show']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, b"")
+
+
 def test_a_bug_is_called_a_bug() -> None:
     """Its message has the traceback, without any secrets."""
     program = (

@@ -91,11 +91,11 @@ def test_a_copy_of_the_frameworks_file_has_the_answer_and_its_comments(
     command: str, text: str, key: str, kept: list[str], tmp_path: Path
 ) -> None:
     words, copy = copied(command, text, answer(tmp_path))
-    path = tmp_path / "run" / "own.yaml"
+    path = tmp_path / "run/best_files/own.yaml"
     assert shlex.join(words) == command.replace("own.yaml", str(path))
     data = yaml.safe_load(copy)
     assert (data[key], data["gradient_accumulation_steps"]) == (8, 2)
-    assert data["deepspeed"] == str(path.with_name("best_ds_config.json"))
+    assert data["deepspeed"] == str(path.parents[1] / "best_ds_config.json")
     assert data["gradient_checkpointing"] is True
     assert all(comment in copy for comment in kept)
     changed = {key, "gradient_accumulation_steps", "deepspeed", "gradient_checkpointing"}
@@ -149,7 +149,7 @@ def test_two_files_of_one_name_have_copies_of_their_own(tmp_path: Path) -> None:
     words = "accelerate launch --config_file machines/own.yaml sft.py --config trainings/own.yaml"
     found = rewrite_command(words.split(), tmp_path, answer(tmp_path, by_accelerate=True))
     assert found is not None
-    first, second = (str(tmp_path / "run" / name) for name in ("own.yaml", "own-2.yaml"))
+    first, second = (str(tmp_path / "run/best_files" / name) for name in ("own.yaml", "own-2.yaml"))
     assert (found.words[3], found.words[-1]) == (first, second)
     assert "# one" in found.copies["own.yaml"] and "# small" in found.copies["own-2.yaml"]
 
@@ -206,7 +206,7 @@ def test_accelerates_file_names_the_configuration(
     words = [*"accelerate launch --gradient_accumulation_steps 9 train.py --epochs 3".split()]
     words[2:2] = ["--config_file", "own.yaml"] if named else []
     found = rewrite_command(words, tmp_path, answer(tmp_path, by_accelerate=True))
-    copy = tmp_path / "run" / path.name
+    copy = tmp_path / "run" / "best_files" / path.name
     assert found is not None and shlex.join(found.words) == (
         f"accelerate launch --config_file {copy} --gradient_accumulation_steps 2 train.py "
         "--epochs 3"
@@ -215,7 +215,7 @@ def test_accelerates_file_names_the_configuration(
         "distributed_type": "DEEPSPEED",
         "deepspeed_config": {
             "deepspeed_multinode_launcher": "standard",
-            "deepspeed_config_file": str(copy.with_name("best_ds_config.json")),
+            "deepspeed_config_file": str(tmp_path / "run" / "best_ds_config.json"),
         },
         "num_processes": 1,
     }
@@ -253,7 +253,7 @@ def test_trls_file_names_accelerates_file(tmp_path: Path) -> None:
     )
     assert found is not None and set(found.copies) == {"own.yaml", "zero2.yaml"}
     data = yaml.safe_load(found.copies["own.yaml"])
-    assert data["accelerate_config"] == str(tmp_path / "run" / "zero2.yaml")
+    assert data["accelerate_config"] == str(tmp_path / "run/best_files/zero2.yaml")
     assert "deepspeed" not in data and data["per_device_train_batch_size"] == 8
 
 

@@ -48,6 +48,16 @@ def given(hosts: ScriptedHosts, tmp_path: Path) -> Start:
     return start
 
 
+def test_the_next_dsat_does_not_end_what_a_user_starts_from_cmd_txt(
+    given: Start, tmp_path: Path
+) -> None:
+    marks = {"DSAT_OWNER", "DSAT_RUN_DIR"}
+    assert marks <= given(1).ranks[0]["env"].keys()
+    [command] = tmp_path.rglob("cmd.txt")
+    assert "DSAT_TRIAL_DIR" in command.read_text()
+    assert [mark for mark in marks if mark in command.read_text()] == []
+
+
 def test_ranks_share_the_cores_and_an_offloading_trial_has_them_all(given: Start) -> None:
     for launcher, ranks, zero, threads in (
         ("deepspeed", 1, {}, "4"),

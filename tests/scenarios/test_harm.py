@@ -189,6 +189,22 @@ def test_nobody_needs_to_read_the_output(user: User) -> None:
     check_whole(user, resume(user))
 
 
+def fill_disk_of_output() -> None:
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+
+
+@pytest.mark.parametrize(
+    "words", ["show run", "show run --json", "export run --to csv --json", "runs . --json"]
+)
+def test_output_on_a_full_disk_is_a_failure(user: User, words: str) -> None:
+    full = Harm(before=fill_disk_of_output)
+    tuned = user.tunes("--max-trials", BUDGET, harm=full)
+    check_whole(user, resume(user))
+    for told in (tuned, user.types(*words.split(), harm=full)):
+        assert told.status == 1
+        assert told.err.splitlines()[-1] == "dsat: error: output is lost: No space left on device"
+
+
 TERMINALS = {
     "a terminal": (Terminal(), {}),
     "a dumb one": (Terminal(), {"TERM": "dumb"}),

@@ -13,8 +13,10 @@ import signal
 import socket
 import statistics
 import urllib.request
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -109,6 +111,37 @@ def test_what_a_script_writes_cannot_move_the_cursor(ran: tuple[User, Told]) -> 
     assert "img" not in tags and tags.count("table") >= 1
 
 
+def change_journal(user: User, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change each event of the run `dsat_runs/train-1`."""
+    path = user.folder / "dsat_runs/train-1/journal.jsonl"
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    for event in events:
+        change(event)
+    path.write_text("".join(f"{json.dumps(event)}\n" for event in events))
+
+
+def test_a_strangers_journal_cannot_move_the_cursor(copied: User) -> None:
+    def spoil(event: dict[str, Any]) -> None:
+        if "plan" in event:
+            event["plan"]["method"] = ESCAPE
+            event["info"] = {**dict.fromkeys(event["info"], ESCAPE), ESCAPE: ESCAPE}
+        if event["event"] == "stopped":
+            event["reason"] = ESCAPE
+
+    change_journal(copied, spoil)
+    for words in ("show train-1", "show train-1 --trials", "runs", "compare train-1 train-3"):
+        told = copied.types(*words.split())
+        assert told.status == 0 and set("\x1b\x07") & set(told.out + told.err) == set()
+    assert "\\x1b[2J" in told.out
+
+
+@pytest.mark.parametrize("name", ["../x", "/tmp/x", "a/b", "..", "", "a\0", ESCAPE])
+def test_a_strangers_journal_cannot_lead_out_of_its_folder(copied: User, name: str) -> None:
+    change_journal(copied, lambda event: event.get("trial", {}).update(name=name))
+    shown = copied.types("show", "train-1", "--trial", "0")
+    assert shown.status == 1 and "is damaged: trial " in shown.err, shown.err
+
+
 @pytest.mark.slow
 def test_a_terminal_gets_a_live_table(user: User) -> None:
     user.pause_s = 0.3
@@ -184,6 +217,23 @@ def test_folders_are_numbered_and_the_newest_goes_on(copied: User) -> None:
     assert copied.types(*words).json["run_dir"] == "dsat_runs/train-5"
 
 
+def test_the_run_of_the_same_options_goes_on_and_a_refusal_names_the_run(user: User) -> None:
+    def types(*options: object, argument: str = "8") -> Told:
+        words = user.words("--max-trials", 6, *options, run_dir="", method="random")
+        return user.types(*words, "--batch-size", argument)
+
+    for stages in ((1,), (1, 2)):
+        types("--zero-stages", *stages)
+    user.cut(5, "dsat_runs/train-1")
+    assert types("--zero-stages", 1, "--resume").json["run_dir"] == "dsat_runs/train-1"
+    refused = types("--zero-stages", 0, "--resume")
+    assert refused.status == 2 and "dsat_runs/train-" in refused.err
+    assert "zero stages was [1" in refused.err
+    refused = types("--zero-stages", 1, "--resume", argument="4")
+    assert refused.status == 2 and "its arguments, " in refused.err, refused.err
+    assert not re.search("[0-9a-f]{16}", refused.err)
+
+
 def test_results_without_a_journal_are_never_written(copied: User) -> None:
     """In the last release, a search on a cluster left such a folder."""
     results = copied.folder / "dsat_runs" / "train-5"
@@ -202,6 +252,24 @@ def test_results_without_a_journal_are_never_written(copied: User) -> None:
 def test_a_folder_without_runs_is_said(user: User) -> None:
     listed = user.types("runs")
     assert listed.status == 0 and "dsat_runs" in listed.err
+
+
+def test_a_run_of_another_user_is_named_with_the_reason(copied: User) -> None:
+    def becomes_another_user() -> None:
+        if os.getuid() == 0:
+            os.setuid(65534)
+
+    for folder in (copied.folder, copied.folder / "dsat_runs", copied.folder / "dsat_runs/train-3"):
+        folder.chmod(0o755)
+    (copied.folder / "dsat_runs/train-3/journal.jsonl").chmod(0o644)
+    (copied.folder / "dsat_runs/train-1").chmod(0)
+    other = Harm(before=becomes_another_user)
+    listed = copied.types("runs", "--json", harm=other)
+    assert [Path(row["run_dir"]).name for row in listed.json] == ["train-3"]
+    shown = copied.types("show", "train-1", harm=other)
+    for told in (listed, shown):
+        assert "dsat_runs/train-1/journal.jsonl" in told.err and "Permission denied" in told.err
+    assert shown.status == 1 and copied.types("show", harm=other).status == 0
 
 
 def test_runs_that_are_damaged_or_of_other_versions(copied: User) -> None:

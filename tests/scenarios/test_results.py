@@ -224,9 +224,14 @@ def test_no_text_of_a_table_is_a_formula(ran: tuple[User, Told], tmp_path: Path)
 @pytest.mark.slow
 def test_a_study_is_read_by_optuna(ran: tuple[User, Told], tmp_path: Path) -> None:
     import optuna
+    from sqlalchemy.engine import URL
 
-    path = export(ran, "optuna", tmp_path)
-    study = optuna.load_study(study_name="run", storage=f"sqlite:///{path}")
+    folder = tmp_path / "what? 100%3F"
+    folder.mkdir()
+    path = export(ran, "optuna", folder)
+    assert [*tmp_path.rglob("*")] == [folder, path]
+    storage = URL.create("sqlite", database=str(path)).render_as_string()
+    study = optuna.load_study(study_name="run", storage=storage)
     trials = {trial.user_attrs["name"]: trial for trial in study.trials}
     assert set(trials) == {row["name"] for row in ran[1].trials}
     for row in ran[1].trials:

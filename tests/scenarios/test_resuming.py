@@ -120,6 +120,20 @@ def test_a_journal_torn_in_a_line_goes_on(user: User, part: float) -> None:
     check_complete(user, told, 9)
 
 
+@pytest.mark.parametrize("torn", [b"\xff\xfe", b"\0" * 100, b'{"event":"fin'])
+def test_a_torn_journal_is_set_aside(user: User, torn: bytes) -> None:
+    user.tunes("--max-trials", 9, method="asha")
+    user.cut(12)
+    path = user.folder / "run" / "journal.jsonl"
+    before = path.read_bytes() + torn
+    path.write_bytes(before)
+    with (user.folder / "train.py").open("a") as script:
+        script.write("# changed\n")
+    told = user.tunes("--max-trials", 9, "--resume", method="asha")
+    check_complete(user, told, 9)
+    assert path.with_name("journal-1.jsonl").read_bytes() == before
+
+
 def test_a_finished_run_is_told_again_and_nothing_is_run(user: User) -> None:
     first = user.tunes("--max-trials", 10)
     again = user.tunes("--max-trials", 10, "--resume")
@@ -146,6 +160,14 @@ def test_a_run_goes_on_with_more_trials(user: User, method: str) -> None:
     assert [r["name"] for r in told.trials][: len(first.trials)] == [
         r["name"] for r in first.trials
     ]
+
+
+def test_a_resumed_run_keeps_its_own_number_of_trials(user: User) -> None:
+    options = ("--stop-when", 0, "--finals", 0)
+    interrupt = Harm(signals={55: (signal.SIGINT,)})
+    user.tunes("--max-trials", 60, *options, harm=interrupt)
+    told = user.tunes(*options, "--resume")
+    assert len(told.trials) == 60 and "budget of 60 trials" in told.json["stop_reason"]
 
 
 def test_a_run_without_finals_goes_on_into_them(user: User) -> None:
@@ -313,6 +335,30 @@ def test_a_first_trial_that_failed_is_run_again_unless_memory_ran_out(
     assert set_aside.exists() is (kind == "ERROR"), "what ran out of memory would only do so again"
     refused = user.tunes(*options, method="random")
     assert refused.status == 2 and "run" in refused.err, "it already holds a run"
+
+
+@pytest.mark.parametrize("signals", [{}, {0: (signal.SIGINT,)}, {0: (signal.SIGKILL,)}])
+def test_results_of_an_older_script_are_not_those_of_the_newer(
+    user: User, signals: dict[int, tuple[int, ...]]
+) -> None:
+    user.tunes("--max-trials", 9, method="random")
+    names = ("best_ds_config.json", "best_ds_metrics.json", "status.json", "report.html")
+    before = [user.reads(name) for name in names]
+    script = user.folder / "train.py"
+    text = script.read_text()
+    script.write_text(f"{text}# changed\n")
+    user.world = replace(user.world, failures=(Failure("ERROR", {}, "no luck"),))
+    user.tunes("--max-trials", 20, "--resume", method="random", harm=Harm(signals=signals))
+    assert not any((user.folder / "run" / name).exists() for name in names[:3])
+    shown = user.types("show", "run")
+    assert "No configuration ran" in shown.out or "No trial" in shown.out, shown.out
+    assert "best_ds_config.json" not in shown.out
+    aside = [name.replace(".", "-1.") for name in names]
+    assert [user.reads(name) for name in aside] == before
+    script.write_text(text)
+    user.world = replace(user.world, failures=())
+    assert user.tunes("--max-trials", 20, "--resume", method="random").status == 0
+    assert user.best_config()
 
 
 # -- journals of earlier versions

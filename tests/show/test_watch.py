@@ -7,7 +7,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,20 @@ def test_the_status_names_the_running_trials(served: tuple[Path, str, Run]) -> N
     with closing(FolderLock(folder)):
         status = json.loads(answer(f"{url}state")[1])["status"]
     assert "running" in status and run.running[0].name in status
+
+
+@pytest.mark.parametrize("becomes", [Path.touch, Path.mkdir, None])
+def test_a_folder_that_is_replaced_is_an_answer(
+    tmp_path: Path, becomes: Callable[[Path], None] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    write_run(folder, trials=8)
+    with serving(folder) as url:
+        folder.rename(tmp_path / "moved")
+        if becomes is not None:
+            becomes(folder)
+        assert answer(f"{url}state")[0] == 404
+    assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.slow

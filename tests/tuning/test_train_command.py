@@ -111,7 +111,10 @@ def test_a_script_that_reads_a_file_has_a_launcher_too(
     program = replace(ready.program, launch=Launch(), args=command[2:], started_by=command)
     started = replace(program, started_in=str(tmp_path))
     line = printed_line(replace(ready, program=started), tmp_path, warnings=warnings)
-    assert "torchrun --standalone" in line and f"train.py --config {tmp_path}/conf.yaml" in line
+    assert (
+        "torchrun --standalone" in line
+        and f"train.py --config {tmp_path}/best_files/conf.yaml" in line
+    )
 
 
 def test_accelerates_default_file_is_in_the_home_that_the_command_sets(
@@ -131,7 +134,7 @@ def test_accelerates_default_file_is_in_the_home_that_the_command_sets(
         needs_command="it is made up",
     )
     line = printed_line(replace(ready, program=program), run)
-    assert f" accelerate launch --config_file {run}/default_config.yaml " in line
+    assert f" accelerate launch --config_file {run}/best_files/default_config.yaml " in line
 
 
 def test_another_interpreter_has_its_own_launchers(ready: Prepared, tmp_path: Path) -> None:
