@@ -9,21 +9,23 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
 import dsat
 from dsat import api
-from dsat.api_options import EstimateOptions, ProjectOptions, TuneOptions
+from dsat.api_options import EstimateOptions, ProjectOptions, TuneOptions, read_keywords
 from dsat.engines.places import local as this_machine
 from dsat.errors import JournalMismatch, SearchFailed, UserInputError
 from dsat.estimating.options import EstimateSettings
-from dsat.options import options_of
+from dsat.options import Option, options_of
 from dsat.prepare import installed_deepspeed
 from dsat.projecting.options import ProjectSettings
 from dsat.search import SEARCHES, Problem, Proposal, RandomSearch, Search
@@ -326,6 +328,57 @@ def test_every_option_is_a_keyword_with_its_default(call: Any, settings: Any) ->
     if call is dsat.tune:
         owns = [own for search in SEARCHES.values() for own in search.options.values()]
         assert {own.keyword for own in owns} <= set(parameters)
+
+
+# Examples of documented types; by keyword where not any text or number will do.
+_OF_TYPES: dict[Any, Any] = {
+    float: 0.5,
+    bool: True,
+    type(None): None,
+    PathLike[str]: Path("config.json"),
+    Sequence[int]: [1, 2],
+    Sequence[int | str]: [2**30, "24GiB"],
+    Sequence[str | PathLike[str]]: ["src", Path("data")],
+    Mapping[str, str]: {"train_batch_size": "--batch"},
+    Mapping[str, Any]: {"r": 8, "target": ["q_proj"]},
+    Mapping[str, Sequence[Any]]: {"--num_workers": [0, 4], "bf16": [True, False]},
+}
+_WORDS = {
+    "activation_checkpointing": "on",
+    "arg_mapping": "train_batch_size=--batch",
+    "engine": "local",
+    "gpus_per_node": "8",
+    "keep": "all",
+    "lora": "r=8,target=q_proj+v_proj",
+    "slot_memory": "24GiB",
+    "host_memory": "24GiB",
+    "search": "reduce_bucket_size",
+    "stop_when": "2%",
+    "tokens": "1T",
+    "train_batch_size": "own",
+    "trial_timeout": "10m",
+    "vary": "--num_workers=0,4",
+}
+_NUMBERS = {"slot_memory": 2**30, "host_memory": 2**30, "zero_stages": 2}
+
+
+@pytest.mark.parametrize(
+    ("types", "options"),
+    [
+        (TuneOptions, list(all_options())),
+        (EstimateOptions, list(options_of(EstimateSettings))),
+        (ProjectOptions, list(options_of(ProjectSettings))),
+    ],
+)
+def test_every_documented_type_is_taken(types: Any, options: list[Option]) -> None:
+    by_keyword = {each.keyword: each for each in options}
+    for keyword, hint in get_type_hints(types).items():
+        word = _WORDS.get(keyword, by_keyword[keyword].default or "word")
+        examples = {**_OF_TYPES, str: word, Sequence[str]: [word]}
+        is_union = isinstance(hint, UnionType) or get_origin(hint) is Union
+        for one in get_args(hint) if is_union else [hint]:
+            value = _NUMBERS.get(keyword, 8) if one is int else examples[one]
+            read_keywords(options, {keyword: value}, "tune()")
 
 
 def test_values_of_python_are_words_of_the_command_line(place: Place) -> None:
