@@ -167,10 +167,24 @@ class Option:
             return None
         if self.kind is None or not self.many:
             return self.read(value)
-        if isinstance(value, Mapping):
-            value = list(value.items())
-        is_list = isinstance(value, Sequence) and not isinstance(value, str)
-        return self.kind.collect(map(self.read, value if is_list else [value]))
+        return self.kind.collect(map(self.read, _listed(value)))
+
+    def to_words(self, value: Any) -> list[str] | None:
+        """Return the words of the command line for a Python value; None if there are none."""
+        flag = self.flags[-1]
+        if value is None or self.kind is None:
+            return [flag] if value else []
+        listed = _listed(value) if self.many else [value]
+        texts = [switches.write(*one) if isinstance(one, tuple) else str(one) for one in listed]
+        said = self.from_python(texts if self.many else texts[0])
+        return [f"{flag}={text}" for text in texts] if said == self.from_python(value) else None
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    """Return several values of an option; those of a mapping are tuples of key and value."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    return value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
 def _keyword(flag: str) -> str:

@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import pytest
 import dsat
 from dsat import api
 from dsat.api_options import EstimateOptions, ProjectOptions, TuneOptions, read_keywords
+from dsat.cli import parser
 from dsat.engines.places import local as this_machine
 from dsat.errors import JournalMismatch, SearchFailed, UserInputError
 from dsat.estimating.options import EstimateSettings
@@ -201,6 +203,48 @@ def test_a_dry_run_measures_nothing(place: Place) -> None:
     assert not place.launched and not Path("dsat_runs").exists()
     assert result.trials == () and result.run_dir is None
     assert "random search" in str(result) and "train.py" in str(result)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ds_config": "ds.json", "run_dir": Path("my run"), "no_fork": True, "zero_stages": 2},
+        {
+            "ds_config": Path("ds.json"),
+            "method": "random",
+            "vary": {"--workers": [0, 4]},
+            "keep": ["overlap_comm"],
+            "zero_stages": [1, 2],
+            "trial_timeout": 90.5,
+            "finals": None,
+        },
+    ],
+)
+def test_the_command_that_trains_says_the_same_in_the_shell(
+    options: dict[str, Any], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(local.ENGINES, "local", place._engine)
+    result = dsat.tune("train.py", max_trials=6, engine="local", **options)
+    assert result.run_dir is not None and result.train_command is not None
+    assert result == dsat.load_run(result.run_dir)
+    words = shlex.split(result.train_command)
+    assert words[:2] == ["cd", str(Path.cwd())] and words[4:6] == ["-m", "dsat"]
+    settings, _ = parser.parse(words[6:])
+    run_dir = options.get("run_dir", result.run_dir.relative_to(Path.cwd()))
+    resumed = {"resume": True, "run_full_experiment": True, "run_dir": run_dir}
+    assert settings == replace(place.settings[-1], **resumed)
+
+
+@pytest.mark.parametrize("options", [{}, {"engine": "local", "vary": {"--workers": [True]}}])
+def test_no_command_trains_what_only_python_can_say(
+    options: dict[str, Any], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(local.ENGINES, "local", place._engine)
+    usual: dict[str, Any] = {"ds_config": "ds.json", "max_trials": 6, "engine": "made-up"}
+    result = dsat.tune("train.py", **{**usual, **options})
+    assert result.best is not None and result.run_dir is not None
+    assert result.train_command is None and result == dsat.load_run(result.run_dir)
+    assert "Train with" not in (result.run_dir / "report.html").read_text()
 
 
 class AskAndTell:
