@@ -178,9 +178,9 @@ def tune(
         keeps_batch=True,
         search_options=search_options,
     )
-    calls = list(callbacks)
+    calls = list(callbacks) if isinstance(callbacks, Iterable) else [None]
     if not all(map(callable, calls)):
-        raise UserInputError(f"must be functions, not {calls!r}", where="callbacks")
+        raise UserInputError(f"must be a list of functions, not {callbacks!r}", where="callbacks")
     try:
         choice = submit.select_place(settings) if settings.engine not in local.ENGINES else None
         if choice is not None and choice.master is not None:

@@ -419,6 +419,8 @@ def test_errors_are_those_of_dsat(place: Place, tmp_path: Path) -> None:
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"run_dir": tmp_path / "file" / "run"}, UserInputError, "file"),
         ({"callbacks": [None]}, UserInputError, r"callbacks.*\[None\]"),
+        ({"callbacks": print}, UserInputError, "callbacks.*a list of functions.*print"),
+        ({"callbacks": None}, UserInputError, "callbacks.*None"),
         ({"callbacks": [lambda row: 1 // 0]}, ZeroDivisionError, "division"),
         ({"method": "guess"}, UserInputError, "method.*'guess'"),
         ({"engine": "nowhere"}, UserInputError, "engine.*'nowhere'"),

@@ -9,7 +9,7 @@ import socket
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from dsat.errors import JournalError, UserInputError
 from dsat.run.folder_lock import is_locked
@@ -74,16 +74,16 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
+        path, _, query = self.path.partition("?")
         if self.headers.get("Host", "").partition(":")[0] not in _HOSTS:
             self._send(400, _TEXT, "Unknown host.")
             return
         try:
-            if url.path == "/":
+            if path == "/":
                 past = _load(self.server.folder, _version(self.server.folder))
                 self._send(200, _HTML, page.watch_html(RunView.build(past.run), str(past.folder)))
-            elif url.path == "/state":
-                known = parse_qs(url.query).get("version", [""])[0]
+            elif path == "/state":
+                known = parse_qs(query).get("version", [""])[0]
                 self._send(200, _JSON, json.dumps(_state(self.server.folder, known)))
             else:
                 self._send(404, _TEXT, "There is no such page.")

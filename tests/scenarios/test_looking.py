@@ -146,6 +146,9 @@ def test_a_page_is_served(ran: tuple[User, Told]) -> None:
         state = json.load(answer)
     assert told.best["name"] in state["html"] and "\x1b" not in state["html"]
     port = base.rpartition(":")[2].strip("/")
+    with socket.create_connection(("127.0.0.1", int(port))) as asking:
+        asking.sendall(b"GET http://[::1 HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        assert b" 404 " in asking.recv(64)
     taken = user.types("watch", "run", "--port", port)
     assert taken.status == 2 and f"--port {port}: " in taken.err
     started.signal(signal.SIGINT)
