@@ -35,7 +35,7 @@ from dsat.search import BUILT_IN, SEARCHES, Search
 from dsat.show import past_runs
 from dsat.show.summary import read_train_line
 from dsat.show.view import RunView, TrialView
-from dsat.tuning import local, train_command
+from dsat.tuning import command_line, local, train_command
 from dsat.tuning.dry_run import describe_plan
 from dsat.tuning.local import EngineFactory, LocalSearch
 from dsat.tuning.make_settings import all_options, make_settings
@@ -170,23 +170,23 @@ def tune(
             `detail` holds the script's traceback, if known.
         DsatError: another error, see `dsat.errors`.
     """
-    values, given = read_keywords(
-        all_options(method, local.ENGINES), options, f"tune(method={method!r})"
-    )
+    declared = list(all_options(method, local.ENGINES))
+    values, given = read_keywords(declared, options, f"tune(method={method!r})")
     settings = make_settings(
         {**read_target(target, model_dir), **values, "method": method},
         given if method == DEFAULT_METHOD else {**given, "method": "method"},
         keeps_batch=True,
         search_options=search_options,
     )
-    calls = list(callbacks)
+    calls = list(callbacks) if isinstance(callbacks, Iterable) else [None]
     if not all(map(callable, calls)):
-        raise UserInputError(f"must be functions, not {calls!r}", where="callbacks")
+        raise UserInputError(f"must be a list of functions, not {callbacks!r}", where="callbacks")
     try:
         choice = submit.select_place(settings) if settings.engine not in local.ENGINES else None
         if choice is not None and choice.master is not None:
             return _tune_on_cluster(settings, choice, calls)
-        with prepare_run(settings) as ready:
+        line = None if search_options else command_line.write_line(settings, declared, options)
+        with prepare_run(settings, line) as ready:
             if settings.dry_run:
                 return _result_of_dry_run(settings, describe_plan(ready))
             return _tune_here(ready, calls)
@@ -341,7 +341,7 @@ def _tune_here(ready: Prepared, callbacks: Sequence[Callback]) -> Result:
             search.interrupted = True
         line = None
         if search.run.best is not None:
-            line = train_command.make_line(ready, search.run, search.folder)
+            line = train_command.make_line(ready, search.run, search.folder) or None
         return _result(
             RunView.build(search.run).to_json(search.folder),
             run_dir=search.folder,

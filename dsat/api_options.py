@@ -74,7 +74,7 @@ class TuneOptions(TargetOptions, total=False):
     keep: str | Sequence[str]
     vary: Mapping[str, Sequence[Any]] | Sequence[str] | str
     nvme_path: str | None
-    train_batch_size: int | str | None
+    train_batch_size: int | str
     max_train_batch_size: int | None
     min_micro_batch: int
     max_micro_batch: int | None

@@ -163,12 +163,28 @@ class Option:
         Raises:
             ValueError: the value is wrong; the message says how.
         """
+        if value is None and self.default is None:
+            return None
         if self.kind is None or not self.many:
-            return None if value is None and self.default is None else self.read(value)
-        if isinstance(value, Mapping):
-            value = list(value.items())
-        is_list = isinstance(value, Sequence) and not isinstance(value, str)
-        return self.kind.collect(map(self.read, value if is_list else [value]))
+            return self.read(value)
+        return self.kind.collect(map(self.read, _listed(value)))
+
+    def to_words(self, value: Any) -> list[str] | None:
+        """Return the words of the command line for a Python value; None if there are none."""
+        flag = self.flags[-1]
+        if value is None or self.kind is None:
+            return [flag] if value else []
+        listed = _listed(value) if self.many else [value]
+        texts = [switches.write(*one) if isinstance(one, tuple) else str(one) for one in listed]
+        said = self.from_python(texts if self.many else texts[0])
+        return [f"{flag}={text}" for text in texts] if said == self.from_python(value) else None
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    """Return several values of an option; those of a mapping are tuples of key and value."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    return value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
 
 
 def _keyword(flag: str) -> str:
@@ -307,9 +323,9 @@ def _text(value: Any) -> str:
 
 
 def _word(value: Any) -> str:
-    if not isinstance(value, str):
+    if not isinstance(value, (str, os.PathLike)):
         raise ValueError(f"{value!r} is not text")
-    return value
+    return os.fspath(value)
 
 
 def _path(value: Any) -> Path:
@@ -345,7 +361,7 @@ def _lora(value: Any) -> dict[str, str]:
     """Return the parts of `r=16,target=q_proj+v_proj,dropout=0.05` by name, as text."""
     if not isinstance(value, Mapping):
         value = dict(part.partition("=")[::2] for part in _word(value).split(","))
-    found = {str(key).strip(): str(part).strip() for key, part in value.items()}
+    found = {str(key).strip(): _joined(part).strip() for key, part in value.items()}
     if set(found) - {"r", "target", "dropout"} or not all(found.values()):
         raise ValueError(
             f"invalid adapters {value!r}: write, for example, r=16,target=q_proj+v_proj"
@@ -353,6 +369,10 @@ def _lora(value: Any) -> dict[str, str]:
     at_least(1).read(found.get("r", "8"))
     _fraction(found.get("dropout", "0"))
     return found
+
+
+def _joined(part: Any) -> str:
+    return "+".join(map(str, part)) if isinstance(part, (list, tuple, set)) else str(part)
 
 
 MEMORY_SIZE = Kind(memory_size, metavar="SIZE")

@@ -17,6 +17,7 @@ from dsat.show import summary
 from dsat.show.view import RunView
 from dsat.tuning import preparation as prepare
 from dsat.tuning import train_command
+from dsat.tuning.command_line import CommandLine
 from dsat.tuning.preparation import Prepared
 from dsat.tuning.settings import Settings
 from dsat.values.outcome import Outcome, OutcomeKind, ScriptSwitch
@@ -34,7 +35,7 @@ def prepared(
     monkeypatch.setattr(this_machine, "find_machine", lambda *_: machine)
     words = tuple(shlex.split(command))
     wanted = Settings(method="random", command=words, dry_run=True, **settings)
-    with prepare.prepare_run(wanted) as ready:
+    with prepare.prepare_run(wanted, CommandLine("random", (), words)) as ready:
         return ready
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import dsat
+import dsat.engines
+import dsat.search
 from dsat import api_options
 from dsat.estimating.options import EstimateSettings
 from dsat.options import Option, options_of
@@ -32,6 +35,20 @@ _PARTS: Mapping[str, tuple[str, ...]] = {
         "dsat_reporting_context",
     ),
     "Errors": ("DsatError", "UserInputError"),
+    "Own searches and engines": (
+        "search.Search",
+        "search.Problem",
+        "search.Observation",
+        "search.Point",
+        "search.Proposal",
+        "search.Wait",
+        "search.Stop",
+        "engines.Engine",
+        "engines.Trial",
+        "engines.Outcome",
+        "engines.Metrics",
+        "engines.ModelProfile",
+    ),
 }
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Options):\n", re.M)
 _ITEM = re.compile(r"^(\w+(?:, \w+)*): ")
@@ -39,7 +56,7 @@ _ITEM = re.compile(r"^(\w+(?:, \w+)*): ")
 
 def python_reference() -> str:
     """Return the reference of all public names of `dsat`."""
-    listed = {name for names in _PARTS.values() for name in names}
+    listed = {name for names in _PARTS.values() for name in names if "." not in name}
     assert listed == {name for name in dsat.__all__ if name != "__version__"}
     parts = []
     for title, names in _PARTS.items():
@@ -49,7 +66,7 @@ def python_reference() -> str:
 
 
 def _entry(name: str) -> str:
-    member = getattr(dsat, name)
+    member = operator.attrgetter(name)(dsat)
     text, *sections = _SECTION.split(inspect.getdoc(member) or "")
     lines = [f"### `{name}`\n"]
     if not inspect.isclass(member):
@@ -59,7 +76,7 @@ def _entry(name: str) -> str:
         if title != "Options":
             lines.append(_section(title, body, has_options=name in _OPTIONS))
     if inspect.isclass(member):
-        lines += [_section("Methods", _methods(member))]
+        lines += [_members("Properties", member), _members("Methods", member)]
     if name in _OPTIONS:
         lines.append(_options(name))
     return "\n".join(line for line in lines if line)
@@ -97,16 +114,19 @@ def _section(title: str, body: str, *, has_options: bool = False) -> str:
     return f"**{title}**\n\n" + "\n".join(f"- {item}" for item in items) + "\n"
 
 
-def _methods(member: type) -> str:
-    """Return the public methods with the first paragraphs of their docstrings."""
+def _members(title: str, member: type) -> str:
+    """Return the public properties or methods with the first paragraphs of their docstrings."""
     lines = []
     for name, value in vars(member).items():
-        text = inspect.getdoc(value) if callable(value) or isinstance(value, property) else None
-        if text and not name.startswith("_"):
-            names = [] if isinstance(value, property) else list(inspect.signature(value).parameters)
-            called = name if isinstance(value, property) else f"{name}({', '.join(names[1:])})"
-            lines.append(f"- `{called}`: {_flowing(text.partition(chr(10) * 2)[0])}")
-    return "\n".join(line.removeprefix("- ") for line in lines)
+        is_property = isinstance(value, property)
+        text = inspect.getdoc(value) if is_property or inspect.isfunction(value) else None
+        if not text or name.startswith("_") or is_property is not (title == "Properties"):
+            continue
+        called = name
+        if not is_property:
+            called += f"({', '.join(list(inspect.signature(value).parameters)[1:])})"
+        lines.append(f"- `{called}`: {_flowing(text.partition(chr(10) * 2)[0])}")
+    return f"**{title}**\n\n" + "\n".join(lines) + "\n" if lines else ""
 
 
 def _keywords(name: str) -> dict[str, Option]:

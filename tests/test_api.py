@@ -6,31 +6,39 @@ import inspect
 import json
 import re
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
+import numpy as np
 import pytest
 
 import dsat
 from dsat import api
-from dsat.api_options import EstimateOptions, ProjectOptions, TuneOptions
+from dsat.api_options import EstimateOptions, ProjectOptions, TuneOptions, read_keywords
+from dsat.cli import parser
 from dsat.engines.places import local as this_machine
-from dsat.errors import JournalMismatch, SearchFailed, UserInputError
+from dsat.errors import EngineError, JournalMismatch, SearchFailed, UserInputError
 from dsat.estimating.options import EstimateSettings
-from dsat.options import options_of
+from dsat.options import Option, options_of
 from dsat.prepare import installed_deepspeed
 from dsat.projecting.options import ProjectSettings
-from dsat.search import SEARCHES, Problem, Proposal, RandomSearch, Search
-from dsat.space.locate import Point
+from dsat.run import search_phase
+from dsat.search import SEARCHES, Point, Problem, Proposal, RandomSearch, Search, Stop, Wait
 from dsat.tuning import local
 from dsat.tuning.make_settings import all_options
 from dsat.tuning.settings import Settings
+from dsat.values.outcome import Outcome, OutcomeKind
+from dsat.values.trial import Trial
+from testing import reference
 from testing.scenarios import MadeUpEngine, User, machine_of
 from testing.world import Failure, World
 
@@ -201,6 +209,48 @@ def test_a_dry_run_measures_nothing(place: Place) -> None:
     assert "random search" in str(result) and "train.py" in str(result)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ds_config": "ds.json", "run_dir": Path("my run"), "no_fork": True, "zero_stages": 2},
+        {
+            "ds_config": Path("ds.json"),
+            "method": "random",
+            "vary": {"--workers": [0, 4]},
+            "keep": ["overlap_comm"],
+            "zero_stages": [1, 2],
+            "trial_timeout": 90.5,
+            "finals": None,
+        },
+    ],
+)
+def test_the_command_that_trains_says_the_same_in_the_shell(
+    options: dict[str, Any], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(local.ENGINES, "local", place._engine)
+    result = dsat.tune("train.py", max_trials=6, engine="local", **options)
+    assert result.run_dir is not None and result.train_command is not None
+    assert result == dsat.load_run(result.run_dir)
+    words = shlex.split(result.train_command)
+    assert words[:2] == ["cd", str(Path.cwd())] and words[4:6] == ["-m", "dsat"]
+    settings, _ = parser.parse(words[6:])
+    run_dir = options.get("run_dir", result.run_dir.relative_to(Path.cwd()))
+    resumed = {"resume": True, "run_full_experiment": True, "run_dir": run_dir}
+    assert settings == replace(place.settings[-1], **resumed)
+
+
+@pytest.mark.parametrize("options", [{}, {"engine": "local", "vary": {"--workers": [True]}}])
+def test_no_command_trains_what_only_python_can_say(
+    options: dict[str, Any], place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(local.ENGINES, "local", place._engine)
+    usual: dict[str, Any] = {"ds_config": "ds.json", "max_trials": 6, "engine": "made-up"}
+    result = dsat.tune("train.py", **{**usual, **options})
+    assert result.best is not None and result.run_dir is not None
+    assert result.train_command is None and result == dsat.load_run(result.run_dir)
+    assert "Train with" not in (result.run_dir / "report.html").read_text()
+
+
 class AskAndTell:
     """A search with the interface of the last release."""
 
@@ -244,7 +294,13 @@ def test_an_own_search(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
         Proposal(Point(0, -1, 1)),
         Proposal(Point(0, 0, 0)),
         Proposal(Point(0, 0, 2.0)),  # type: ignore[arg-type]
+        Proposal(Point(0, 0, 10**9)),
+        Proposal((0, 0, 1)),  # type: ignore[arg-type]
+        Proposal(Point(0, 0, 1), arm="a"),  # type: ignore[arg-type]
         Proposal(Point(0, 0, 1), note={"score": 0.5}),  # type: ignore[dict-item]
+        Proposal(Point(0, 0, 1), note=None),  # type: ignore[arg-type]
+        Stop(None),  # type: ignore[arg-type]
+        Stop(3),  # type: ignore[arg-type]
     ],
 )
 def test_a_wrong_answer_of_an_own_search_is_said(
@@ -255,8 +311,104 @@ def test_a_wrong_answer_of_an_own_search_is_said(
             return answer
 
     monkeypatch.setitem(SEARCHES, "mine", Mine)
-    with pytest.raises(UserInputError, match=r"search 'mine'.*propose"):
-        place.tune(method="mine")
+    with pytest.raises(UserInputError, match=r"search 'mine'.*Mine\.propose"):
+        place.tune(method="mine", train_batch_size="own")
+
+
+@pytest.mark.parametrize(
+    ("answer", "trials", "reason"),
+    [
+        (Wait(), 1, "the search waits, but no trial is running"),
+        (Proposal(Point(0, 0, 1)), 1, "the search proposed known configurations 3 times in a row"),
+        (
+            Proposal(Point(np.int64(1), np.int64(0), np.int64(2)), np.int64(3), {"r": np.int64(4)}),
+            2,
+            "the search proposed known configurations 3 times in a row",
+        ),
+    ],
+)
+def test_an_own_search_ends_for_a_true_reason(
+    answer: Any, trials: int, reason: str, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(RandomSearch):
+        def propose(self, *_: Any) -> Any:
+            return answer
+
+    monkeypatch.setitem(SEARCHES, "mine", Mine)
+    monkeypatch.setattr(search_phase, "_MOST_REPEATED", 3)
+    result = place.tune(method="mine")
+    tried = [row for row in result.trials if row["kind"] != "profile"]
+    assert (len(tried), result.stop_reason) == (trials, reason)
+    assert result.run_dir is not None and dsat.load_run(result.run_dir) == result
+
+
+def test_options_of_an_own_search_are_as_they_are_recorded(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got = []
+
+    class Mine(RandomSearch):
+        def __init__(self, problem: Problem, sizes: Any) -> None:
+            got.append(sizes)
+            super().__init__(problem)
+
+        def propose(self, *_: Any) -> Any:
+            return Stop()
+
+    monkeypatch.setitem(SEARCHES, "mine", Mine)
+    options = {"sizes": (np.int64(1), {2: 3})}
+    run_dir = place.tune(method="mine", search_options=options).run_dir
+    place.tune(method="mine", search_options=options, run_dir=run_dir, resume=True, max_trials=8)
+    assert got and all(each == [1, {"2": 3}] for each in got)
+    for wrong in ({1}, Path("x"), float("nan")):
+        with pytest.raises(UserInputError, match="search_options: cannot be recorded"):
+            place.tune(method="mine", search_options={"sizes": wrong}, run_dir="wrong")
+        assert not Path("wrong").exists()
+
+
+class Idle:
+    """An engine whose `poll` returns what it is told."""
+
+    def __init__(self, num_slots: int, ended: list[Any]) -> None:
+        self.num_slots, self.ended = num_slots, ended
+
+    def launch(self, trial: Trial) -> None: ...
+
+    def poll(self, timeout_s: float) -> list[Any]:
+        return self.ended
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("engine", "said"),
+    [
+        (Idle(0, []), r"Idle\.num_slots` is 0, but a trial needs 1 device"),
+        (Idle(1, [(99, Outcome(OutcomeKind.ERROR))]), r"Idle\.poll` returned \(99, "),
+        (Idle(1, [(0, "OK")]), r"Idle\.poll` returned \(0, 'OK'\)"),
+    ],
+)
+def test_a_wrong_answer_of_an_own_engine_is_said(engine: Idle, said: str, place: Place) -> None:
+    dsat.register_engine("idle", lambda *_: engine)
+    with pytest.raises(EngineError, match=said):
+        place.tune(engine="idle")
+
+
+def test_the_search_and_the_engine_of_the_page_work(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for example in reference.python_examples():
+        if "dsat.register_" in example:
+            exec(example, {"dsat": dsat, "__name__": "page"})
+    try:
+        result = place.tune(method="strategies", engine="computed", max_trials=20)
+    finally:
+        for name in ("strategies", "patient"):
+            del SEARCHES[name]
+    assert result.gain is not None and result.gain > 1
+    searched = [row for row in result.trials if row["kind"] == "search"]
+    tried = [(row["stage"], row["train_micro_batch_size_per_gpu"]) for row in searched]
+    assert len(tried) > 10 and tried == sorted(set(tried))
 
 
 def test_errors_are_those_of_dsat(place: Place, tmp_path: Path) -> None:
@@ -267,6 +419,8 @@ def test_errors_are_those_of_dsat(place: Place, tmp_path: Path) -> None:
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"run_dir": tmp_path / "file" / "run"}, UserInputError, "file"),
         ({"callbacks": [None]}, UserInputError, r"callbacks.*\[None\]"),
+        ({"callbacks": print}, UserInputError, "callbacks.*a list of functions.*print"),
+        ({"callbacks": None}, UserInputError, "callbacks.*None"),
         ({"callbacks": [lambda row: 1 // 0]}, ZeroDivisionError, "division"),
         ({"method": "guess"}, UserInputError, "method.*'guess'"),
         ({"engine": "nowhere"}, UserInputError, "engine.*'nowhere'"),
@@ -326,6 +480,57 @@ def test_every_option_is_a_keyword_with_its_default(call: Any, settings: Any) ->
     if call is dsat.tune:
         owns = [own for search in SEARCHES.values() for own in search.options.values()]
         assert {own.keyword for own in owns} <= set(parameters)
+
+
+# Examples of documented types; by keyword where not any text or number will do.
+_OF_TYPES: dict[Any, Any] = {
+    float: 0.5,
+    bool: True,
+    type(None): None,
+    PathLike[str]: Path("config.json"),
+    Sequence[int]: [1, 2],
+    Sequence[int | str]: [2**30, "24GiB"],
+    Sequence[str | PathLike[str]]: ["src", Path("data")],
+    Mapping[str, str]: {"train_batch_size": "--batch"},
+    Mapping[str, Any]: {"r": 8, "target": ["q_proj"]},
+    Mapping[str, Sequence[Any]]: {"--num_workers": [0, 4], "bf16": [True, False]},
+}
+_WORDS = {
+    "activation_checkpointing": "on",
+    "arg_mapping": "train_batch_size=--batch",
+    "engine": "local",
+    "gpus_per_node": "8",
+    "keep": "all",
+    "lora": "r=8,target=q_proj+v_proj",
+    "slot_memory": "24GiB",
+    "host_memory": "24GiB",
+    "search": "reduce_bucket_size",
+    "stop_when": "2%",
+    "tokens": "1T",
+    "train_batch_size": "own",
+    "trial_timeout": "10m",
+    "vary": "--num_workers=0,4",
+}
+_NUMBERS = {"slot_memory": 2**30, "host_memory": 2**30, "zero_stages": 2}
+
+
+@pytest.mark.parametrize(
+    ("types", "options"),
+    [
+        (TuneOptions, list(all_options())),
+        (EstimateOptions, list(options_of(EstimateSettings))),
+        (ProjectOptions, list(options_of(ProjectSettings))),
+    ],
+)
+def test_every_documented_type_is_taken(types: Any, options: list[Option]) -> None:
+    by_keyword = {each.keyword: each for each in options}
+    for keyword, hint in get_type_hints(types).items():
+        word = _WORDS.get(keyword, by_keyword[keyword].default or "word")
+        examples = {**_OF_TYPES, str: word, Sequence[str]: [word]}
+        is_union = isinstance(hint, UnionType) or get_origin(hint) is Union
+        for one in get_args(hint) if is_union else [hint]:
+            value = _NUMBERS.get(keyword, 8) if one is int else examples[one]
+            read_keywords(options, {keyword: value}, "tune()")
 
 
 def test_values_of_python_are_words_of_the_command_line(place: Place) -> None:

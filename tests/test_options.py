@@ -41,6 +41,7 @@ def test_switches_from_python() -> None:
 def test_adapters() -> None:
     found = {"r": "16", "target": "q_proj+v_proj"}
     assert LORA.read("r=16,target=q_proj+v_proj") == LORA.read(found) == found
+    assert LORA.read({"r": 16, "target": ["q_proj", "v_proj"]}) == found
     for wrong in ("16", "r=", "r=0", "rank=8", "r=x", "r=8,dropout=2"):
         with pytest.raises(ValueError, match=r"invalid|less than|not a"):
             LORA.read(wrong)

@@ -14,6 +14,7 @@ import dsat
 from dsat.cli.parser import build_parser
 from dsat.engines.places import ENGINE_NAMES
 from dsat.search import SEARCHES, RandomSearch
+from dsat.tuning import local
 from testing import reference, warm_command, warm_host
 from testing.local import PROGRAMS, processes_of
 
@@ -54,7 +55,9 @@ def test_the_examples_in_python_run_as_they_stand(
         for number, example in enumerate(reference.python_examples()):
             exec(compile(example, f"example {number}", "exec"), names)
     finally:
-        SEARCHES.pop("patient", None)
+        for name in ("patient", "strategies"):
+            SEARCHES.pop(name, None)
+        local.ENGINES.pop("computed", None)
     result, again, run = names["result"], names["again"], names["run"]
     assert result.run_dir == Path("dsat_runs/tiny-1").absolute()
     assert [trial["kind"] for trial in result.trials[:2]] == ["baseline", "profile"]

@@ -74,14 +74,13 @@ def _compare(settings: CompareSettings) -> None:
 
 
 def _list(settings: RunsSettings) -> None:
-    found, unread = past_runs.load_all(settings.folder)
+    views, unread = past_runs.load_all(settings.folder)
     for message in unread:
         print(printable(f"dsat: {message}"), file=sys.stderr)
-    if not found and not unread:
+    if not views and not unread:
         print(f"dsat: there is no run in {settings.folder or RUNS_FOLDER}", file=sys.stderr)
-    if not found and not settings.json:
+    if not views and not settings.json:
         return
-    views = [(past, RunView.build(past.run)) for past in found]
     document = [
         view.to_json(past.folder) | {"state": past.state, "changed_s": past.changed_s}
         for past, view in views

@@ -219,10 +219,12 @@ def instruction(name: str, value: Any, *, in_arguments: bool) -> str:
         return f"{name.removeprefix(VARIABLE)}={value}"
     if name == BIND_CORES:
         return "--bind_cores_to_rank of the deepspeed launcher"
-    if field_of(name) is not None and (in_arguments or not SWITCHES[name].code):
+    code = SWITCHES[name].code if name in SWITCHES else ""
+    if field_of(name) is not None and (in_arguments or not code):
         said = ", ".join(f"{field}={its!r}" for field, its in fields({name: value}).items())
         return f"TrainingArguments({said})"
-    code = SWITCHES[name].code
+    if not code:  # a switch of another version of dsat
+        return f"{name}={value}"
     return f"no `{code}`" if value is False else code.format(value=value)
 
 

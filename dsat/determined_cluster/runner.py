@@ -196,7 +196,7 @@ class Runner:
             text = json.dumps({"experiment_id": self.experiment_id})
             (path / _EXPERIMENT_FILE).write_text(text, encoding="utf-8")
             write_atomically(path / FILE_NAME, to_text(events))
-            summary.write_files(RunView.build(self._run), path, None)
+            summary.write_files(RunView.build(self._run), path, "")
 
     def _load(self, storage_id: str) -> None:
         with self._context.checkpoint.restore_path(storage_id) as path:

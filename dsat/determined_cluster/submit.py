@@ -254,7 +254,7 @@ def _write_run(events: Sequence[Mapping[str, Any]], name: str) -> Path:
     with contextlib.ExitStack() as locks:
         folder = run_folders.choose(Settings(method=""), name, locks)
         write_atomically(folder / FILE_NAME, to_text(events))
-        summary.write_files(view, folder, None)
+        summary.write_files(view, folder, "")
     _log.info("Result files: %s", folder)
     return folder
 

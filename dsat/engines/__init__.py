@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dsat.values.outcome import Outcome
+from dsat.values.outcome import Metrics, ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import Trial
+
+__all__ = ["Engine", "Metrics", "ModelProfile", "Outcome", "OutcomeKind", "Trial"]
 
 
 class Engine(Protocol):

@@ -90,7 +90,8 @@ def get_batch_config_from_mbs_gas_and_slots(
     micro_batch = whole_number(ds_config.get(_MICRO_BATCH), _MICRO_BATCH)
     gas = ds_config.get(_GAS, 1)
     gas = 1 if gas == AUTO else whole_number(gas, _GAS)
-    return {"train_batch_size": micro_batch * gas * slots, _MICRO_BATCH: micro_batch, _GAS: gas}
+    train_batch = micro_batch * gas * whole_number(slots, "slots")
+    return {"train_batch_size": train_batch, _MICRO_BATCH: micro_batch, _GAS: gas}
 
 
 def get_hf_args_with_overwrites(args: Sequence[str], hparams: Mapping[str, Any]) -> list[str]:

@@ -106,7 +106,7 @@ class Decisions:
             return trial or Wait()
         step = self._continue_search(search)
         if isinstance(step, Wait) and not run.running:
-            step = Stop()
+            step = Stop("the search waits, but no trial is running")
         if not isinstance(step, Stop) or run.running:
             return step
         if run.finals is not None:

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dsat.engines import Engine
+from dsat.errors import EngineError
 from dsat.memory.forecast import Forecast
 from dsat.memory.predictor import Basis
 from dsat.run.run import Run
 from dsat.run.tuner import Tuner
+from dsat.values import format as fmt
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 
@@ -50,10 +52,19 @@ def drive(
     Args:
         max_slots: limit on the devices in use; None for all devices of the engine.
         survey: simulates what memory predictions start from; required if the plan simulates memory.
+
+    Raises:
+        EngineError: the engine has too few devices for a trial, or reports a trial that it does not
+            run.
     """
     run, per_trial = tuner.run, tuner.plan.slots_per_trial
     left_over = run.running
     is_announced = False
+    if engine.num_slots < per_trial:
+        raise EngineError(
+            f"`{type(engine).__name__}.num_slots` is {engine.num_slots}, but a trial needs "
+            f"{fmt.count(per_trial, 'device')}"
+        )
     while not tuner.finished:
         if tuner.decisions.needs_memory_basis:
             assert survey is not None
@@ -75,6 +86,11 @@ def drive(
         if tuner.finished:
             break
         for trial_id, outcome in engine.poll(_POLL_S):
+            if trial_id not in run.trials or not isinstance(outcome, Outcome):
+                raise EngineError(
+                    f"`{type(engine).__name__}.poll` returned {(trial_id, outcome)!r}, which is "
+                    "not the outcome of a trial that it launched"
+                )
             tuner.record(trial_id, outcome)
             for observer in observers:
                 observer.ended(run, run.trials[trial_id], outcome)

@@ -18,7 +18,6 @@ from dsat.run.trial_costs import TrialCosts
 from dsat.run.trial_factory import SEARCHED, make_trial
 from dsat.search import SEARCHES
 from dsat.search.base import (
-    EXHAUSTED,
     Context,
     Observation,
     Problem,
@@ -31,6 +30,7 @@ from dsat.space.locate import Locator, Point
 from dsat.space.overrides import overrides_for
 from dsat.space.plan import Plan
 from dsat.space.space import Space
+from dsat.values.codec import decode, encode
 from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 
@@ -83,8 +83,9 @@ class SearchPhase:
         """Return the next trial, or why there is none."""
         self._update_predictions()
         for _ in range(_MOST_REPEATED):
-            answer = self._search.propose(self._observations.list_all(), self._context)
-            self._check(answer)
+            answer = self._checked(
+                self._search.propose(self._observations.list_all(), self._context)
+            )
             if not isinstance(answer, Proposal):
                 return answer
             point = answer.point
@@ -92,25 +93,37 @@ class SearchPhase:
             trial = self._trial(settings, point.micro_batch, answer)
             if trial is not None:
                 return trial
-        return Stop(EXHAUSTED)
+        return Stop(f"the search proposed known configurations {_MOST_REPEATED} times in a row")
 
-    def _check(self, answer: Any) -> None:
-        """Raise UserInputError if the answer of a registered search is invalid."""
-        is_valid = isinstance(answer, (Wait, Stop))
-        if isinstance(answer, Proposal):
-            point, branches = answer.point, self._space.branches
-            is_valid = (
-                point.branch in range(len(branches))
-                and point.index in range(branches[point.branch].count)
-                and type(point.micro_batch) is int
-                and point.micro_batch > 0
-                and all(type(value) is int for value in answer.note.values())
-            )
-        if not is_valid:
+    def _checked(self, answer: Any) -> Proposal | Wait | Stop:
+        """Return the answer of a registered search as a journal has it.
+
+        Raises:
+            UserInputError: it is invalid.
+        """
+        try:
+            if not isinstance(answer, (Proposal, Wait, Stop)):
+                raise ValueError("it is no Proposal, Wait or Stop")
+            plain: Proposal | Wait | Stop = decode(type(answer), encode(answer))
+            if isinstance(plain, Proposal):
+                self._check_point(plain.point)
+        except ValueError as error:
             raise UserInputError(
-                f"its `propose` must return a Proposal of the space, Wait or Stop, not {answer!r}",
+                f"`{type(self._search).__name__}.propose` answered {answer!r}: {error}",
                 where=f"search {self._plan.method!r}",
-            )
+            ) from None
+        return plain
+
+    def _check_point(self, point: Point) -> None:
+        """Raise ValueError if a point is outside of the space."""
+        branches = self._space.branches
+        if point.branch not in range(len(branches)):
+            raise ValueError("the space has no such branch")
+        if point.index not in range(branches[point.branch].count):
+            raise ValueError("its branch has no such index")
+        if point.micro_batch < 1:
+            raise ValueError("its micro batch is less than 1")
+        self._space.batch(point.micro_batch, branches[point.branch].settings(point.index))
 
     def _trial(
         self, settings: Mapping[str, Any], micro_batch: int, proposal: Proposal

@@ -11,6 +11,7 @@ from dsat.search.base import Context, Observation, Problem, Proposal, Search, St
 from dsat.search.classic import ASHASearch, BinarySearch, RandomSearch
 from dsat.search.grid import GridSearch
 from dsat.search.model import ModelSearch
+from dsat.space.locate import Point
 
 SEARCHES: dict[str, type[Search]] = {
     "model": ModelSearch,
@@ -60,6 +61,7 @@ __all__ = [
     "GridSearch",
     "ModelSearch",
     "Observation",
+    "Point",
     "Problem",
     "Proposal",
     "RandomSearch",

@@ -64,6 +64,7 @@ class Proposal:
     """The next configuration to try.
 
     Attributes:
+        point: a point that no exact observation has; numpy's integers become Python's.
         arm: the search's number for its settings; None if the search does not number them.
         note: facts for later decisions, recorded with the trial.
     """
@@ -131,6 +132,10 @@ class Problem:
     """Definition of a search: model, metric, space and seed.
 
     Attributes:
+        profile: facts about the model and the devices.
+        objective: the metric, and which of two values is better (`objective.is_better`).
+        space: `branches` and `micro_batches` to search.
+        seed: source of all random choices.
         ramp: raise micro batches step by step, while that increases the throughput.
     """
 

@@ -13,6 +13,7 @@ from dsat.run.folder_lock import is_locked
 from dsat.run.history import read_run
 from dsat.run.journal import FILE_NAME, RUNS_FOLDER
 from dsat.run.run import Run
+from dsat.show.view import RunView
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,8 @@ def load(path: Path | None = None) -> PastRun:
     return PastRun(folder, run, is_running, changed_s(folder))
 
 
-def load_all(above: Path | None = None) -> tuple[list[PastRun], list[str]]:
-    """Return the runs of `folders(above)`, newest first, and why others cannot be read.
+def load_all(above: Path | None = None) -> tuple[list[tuple[PastRun, RunView]], list[str]]:
+    """Return the runs of `folders(above)`, newest first, and why others cannot be shown.
 
     Raises UserInputError if `above` is not a folder.
     """
@@ -93,9 +94,12 @@ def load_all(above: Path | None = None) -> tuple[list[PastRun], list[str]]:
     found, unread = [], []
     for folder in folders(above):
         try:
-            found.append(load(folder))
+            past = load(folder)
+            found.append((past, RunView.build(past.run)))
         except (JournalError, UserInputError, OSError) as error:
             unread.append(str(error))
+        except Exception as error:  # of values that this dsat cannot show
+            unread.append(f"{folder}: cannot be shown ({type(error).__name__}: {error})")
     return found, unread
 
 

@@ -14,10 +14,10 @@ SUMMARY_FILE = "summary.md"
 STATUS_FILE = "status.json"  # the command that trains with the best configuration
 
 
-def write_files(view: RunView, folder: Path, train_line: str | None) -> None:
+def write_files(view: RunView, folder: Path, train_line: str) -> None:
     """Write the best configuration, its metrics and `summary.md` into the run's folder.
 
-    `train_line` is a command that trains with the best configuration; None if unknown.
+    `train_line` is a command that trains with the best configuration; empty if unknown.
     """
     outcome = view.best_outcome
     if view.best is not None:
@@ -25,7 +25,7 @@ def write_files(view: RunView, folder: Path, train_line: str | None) -> None:
         metrics = {"trial": view.best.trial.name, **outcome.metrics.to_json()}
         for name, value in ((BEST_CONFIG_FILE, view.best_config), (BEST_METRICS_FILE, metrics)):
             write_atomically(folder / name, json.dumps(value, indent=2) + "\n")
-        if train_line is not None:
+        if train_line:
             status = json.dumps({"train_line": train_line})
             write_atomically(folder / STATUS_FILE, status)
     write_atomically(folder / SUMMARY_FILE, markdown(view, train_line))
@@ -39,7 +39,7 @@ def read_train_line(folder: Path) -> str:
         return ""
 
 
-def markdown(view: RunView, train_line: str | None) -> str:
+def markdown(view: RunView, train_line: str) -> str:
     """Return the text of `summary.md`."""
     lines = [f"# {view.title}", "", *(f"{line}\n" for line in view.verdict.lines)]
     if view.best is not None:

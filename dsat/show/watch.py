@@ -10,7 +10,7 @@ import socket
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from dsat.errors import JournalError, UserInputError
 from dsat.run.folder_lock import is_locked
@@ -78,18 +78,18 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
+        path, _, query = self.path.partition("?")
         if self.headers.get("Host", "").partition(":")[0] not in _HOSTS:
             self._send(400, _TEXT, "Unknown host.")
             return
-        path, _, page_name = url.path.rpartition("/")
-        is_known = secrets.compare_digest(f"{path}/".encode(), self.server.path.encode())
+        secret, _, page_name = path.rpartition("/")
+        is_known = secrets.compare_digest(f"{secret}/".encode(), self.server.path.encode())
         try:
             if is_known and not page_name:
                 past = _load(self.server.folder, _version(self.server.folder))
                 self._send(200, _HTML, page.watch_html(RunView.build(past.run), str(past.folder)))
             elif is_known and page_name == "state":
-                known = parse_qs(url.query).get("version", [""])[0]
+                known = parse_qs(query).get("version", [""])[0]
                 self._send(200, _JSON, json.dumps(_state(self.server.folder, known)))
             else:
                 self._send(404, _TEXT, "There is no such page.")

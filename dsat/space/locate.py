@@ -28,6 +28,7 @@ class Point:
     Attributes:
         branch: position of its strategy in `Space.branches`.
         index: index of its settings in the branch; see `Branch.settings`.
+        micro_batch: samples of a micro step; usually one of `Space.micro_batches`.
     """
 
     branch: int

@@ -26,12 +26,14 @@ def write_files(view: RunView, results_dir: Path, exps_dir: Path | None, command
     """Write the results, and descriptions of the trials if `exps_dir` is given.
 
     Without a best trial, no configuration and no command are written. `command` trains with the
-    best configuration. Raises UserInputError if a folder or file cannot be written.
+    best configuration; empty if unknown. Raises UserInputError if a folder or file cannot be
+    written.
     """
     files = {results_dir / SUMMARY_FILE: summary_text(view)}
     if view.best_config is not None:
         files[results_dir / OPTIMAL_CONFIG_FILE] = json.dumps(view.best_config, indent=2) + "\n"
-        files[results_dir / OPTIMAL_COMMAND_FILE] = command + "\n"
+        if command:
+            files[results_dir / OPTIMAL_COMMAND_FILE] = command + "\n"
     folders = [results_dir] if exps_dir is None else [results_dir, exps_dir]
     for each in view.trials if exps_dir is not None else ():
         experiment = {

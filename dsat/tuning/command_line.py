@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from dsat.engines.places import ENGINE_NAMES
+from dsat.options import Option
+from dsat.search import BUILT_IN
+from dsat.tuning.settings import TUNE, Settings
 
 
 @dataclass(frozen=True)
@@ -28,3 +35,25 @@ class CommandLine:
         if self.is_experiment:
             return [self.name, *self.target, *options]
         return [self.name, *options, *self.target]
+
+
+def write_line(
+    settings: Settings, options: Iterable[Option], given: Mapping[str, Any]
+) -> CommandLine | None:
+    """Return the command line of a call of `dsat.tune`; None if none says the same.
+
+    `options` are those of `dsat.tune`, and `given` the call's values by keyword.
+    """
+    if settings.method not in BUILT_IN or settings.engine not in ENGINE_NAMES:
+        return None
+    by_keyword = {keyword: each for each in options for keyword in each.keywords}
+    words = ["--method", settings.method]
+    for keyword, value in given.items():
+        found = by_keyword[keyword].to_words(value)
+        if found is None:
+            return None
+        words += found
+    if settings.config is None:
+        return CommandLine(TUNE, tuple(words), settings.command)
+    target = (str(settings.config), str(settings.model_dir))
+    return CommandLine(TUNE, tuple(words), target, is_experiment=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from dsat.options import OWN, Option, options_of
 from dsat.search import SEARCHES, parameters_of, usual_options
 from dsat.search import options_of as options_of_search
 from dsat.tuning.settings import DEFAULT_METHOD, Settings
+from dsat.values.codec import encode
 
 # Of `dsat tune` and `dsat.tune`. `dsat asha` and the like have the defaults of Determined's dsat.
 _DEFAULTS_OF_TUNE = {"metric": "throughput", "train_batch_size": OWN}
@@ -87,6 +89,10 @@ def make_settings(
             f"method {method!r} takes no {unknown[0]!r} (choose from {known})",
             where="search_options",
         )
+    try:  # to what a resumed run reads from its journal
+        recorded = json.loads(json.dumps(encode(search_options or {}), allow_nan=False))
+    except (TypeError, ValueError) as error:
+        raise UserInputError(f"cannot be recorded: {error}", where="search_options") from None
     of_places = {one.keyword: left.pop(one.keyword, None) for one in places.options()}
     if keeps_batch:
         if "max_train_batch_size" in left:
@@ -94,7 +100,7 @@ def make_settings(
         left = {**_DEFAULTS_OF_TUNE, **left}
     return Settings(
         **left,
-        search_options={**own, **(search_options or {})},
+        search_options={**own, **recorded},
         place_options=places.given_options(of_places, left.get("engine", places.AUTO)),
         given=given,
     )

@@ -33,7 +33,10 @@ from dsat.values.trial import Trial
 
 
 def make_line(ready: Prepared, run: Run, folder: Path) -> str:
-    """Return a shell command with `cd`, or a Python call, to train with the best configuration."""
+    """Return a shell command with `cd` that trains with the best configuration.
+
+    Empty if only the user's Python program can train it, which registered a search or an engine.
+    """
     command = make_command(ready, run, folder / summary.BEST_CONFIG_FILE)
     if command is not None:
         program = ready.after(run).program
@@ -42,10 +45,7 @@ def make_line(ready: Prepared, run: Run, folder: Path) -> str:
             cwd = Path(program.started_in)
         return f"cd {shlex.quote(str(cwd.resolve()))} && {command}"
     if ready.line is None:
-        return (
-            f"dsat.tune(..., run_dir={str(folder.absolute())!r}, resume=True, "
-            "run_full_experiment=True), with your other arguments as before"
-        )
+        return ""
     more = ["--run-full-experiment"]
     if run.stop_reason is None:  # interrupted: train, and do not search on
         more += [f"--max-trials={max(2, len(run.outcomes))}", "--finals=0"]

@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import functools
 import math
+import numbers
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,8 @@ def encode(value: Any) -> Any:
         return {key: encode(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [encode(inner) for inner in value]
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)  # one of numpy
     return value
 
 

@@ -273,6 +273,10 @@ class Outcome(Recorded):
     """End of a trial, with its measurements. All its texts are sanitized (`printable`).
 
     Attributes:
+        kind: OK, OOM, HOST_OOM, ERROR, TIMEOUT, INVALID, DIVERGED or CANCELED.
+        metrics: measurements; None if the trial failed.
+        memory: peaks of memory; None if not measured.
+        profile: facts about the model; required of the first successful trial.
         message: one line on what went wrong; empty for a successful trial.
         detail: the script's traceback, or the end of its log.
         duration_s: time from the launch to the outcome.

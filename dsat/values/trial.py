@@ -44,7 +44,7 @@ class BatchTriple:
 
     def __post_init__(self) -> None:
         if min(self.train_batch_size, self.micro_batch, self.gas) < 1:
-            raise ValueError("a batch size is less than 1")
+            raise ValueError(f"a batch size is less than 1: {self.config()}")
 
     @classmethod
     def on(
@@ -121,6 +121,7 @@ class Trial(KnownBefore, Recorded):
     Attributes:
         id: sequential from 0; the first one profiles the model.
         name: descriptive (`z2_gas1_tmbspg4`) and unique in the run; names the trial's folder.
+        batch: `train_batch_size`, `micro_batch` and `gas`.
         overrides: DeepSpeed settings that replace those of the user's configuration.
         strategy: name of its `Strategy` (`z2_offload`); by default the stage alone (`z2`).
         script_args: values of the script's switches (`gradient_checkpointing`).

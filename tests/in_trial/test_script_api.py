@@ -164,11 +164,13 @@ def test_the_batch_sizes_are_the_ancestors(gas: int | str | None, counted: int) 
         ({"deepspeed_config": {}}, MICRO),
         ({"deepspeed_config": {MICRO: "auto"}}, MICRO),
         ({"deepspeed_config": {MICRO: 4, GAS: 0}}, GAS),
+        ({"deepspeed_config": {MICRO: 4}}, "slots"),
     ],
 )
 def test_values_of_a_wrong_type_are_named(values: dict[str, Any], named: str) -> None:
+    slots = 0 if named == "slots" else 2
     with pytest.raises(UserInputError, match=f"^{named}: must be"):
-        dsat.get_batch_config_from_mbs_gas_and_slots(dsat.get_ds_config_from_hparams(values), 2)
+        dsat.get_batch_config_from_mbs_gas_and_slots(dsat.get_ds_config_from_hparams(values), slots)
     if named == "overwrite_deepspeed_args":
         with pytest.raises(UserInputError, match=named):
             dsat.get_hf_args_with_overwrites([], values)

@@ -179,6 +179,9 @@ def test_a_page_is_served(ran: tuple[User, Told]) -> None:
         state = json.load(answer)
     assert told.best["name"] in state["html"] and "\x1b" not in state["html"]
     port = base.rpartition(":")[2].strip("/")
+    with socket.create_connection(("127.0.0.1", int(port))) as asking:
+        asking.sendall(b"GET http://[::1 HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        assert b" 404 " in asking.recv(64)
     taken = user.types("watch", "run", "--port", port)
     assert taken.status == 2 and f"--port {port}: " in taken.err
     started.signal(signal.SIGINT)
@@ -277,17 +280,27 @@ def test_runs_that_are_damaged_or_of_other_versions(copied: User) -> None:
     copied.cut(4, "dsat_runs/train-1")
     start = (copied.folder / "dsat_runs/train-3/journal.jsonl").read_text().splitlines()[0]
     newer = re.sub(r'"schema": ?(\d+)', '"schema": 99', start)
+    whole = (copied.folder / "dsat_runs/train-3/journal.jsonl").read_text()
+    nested = '{"x":' * 500 + "{}" + "}" * 500
     for name, text in (
         ("torn", '{"event":"other"}\nno\n'),
         ("none", '{"a":1}\n'),
         ("newer", f"{newer}\n"),
+        ("instant", re.sub(r'"latency":[\d.]+', '"latency":0.0', whole)),
+        ("deep", whole.replace('"base_config":{', f'"base_config":{{"x":{nested},')),
+        ("switch", whole.replace('"script_args":{}', '"script_args":{"fused_adam2":true}')),
     ):
         folder = copied.folder / "dsat_runs" / name
         folder.mkdir()
         (folder / "journal.jsonl").write_text(text)
     told = copied.types("runs", "--json")
     found = {Path(row["run_dir"]).name: row["state"] for row in told.json}
-    assert found == {"train-3": "finished", "train-1": "interrupted", "release-1": "finished"}
+    finished = dict.fromkeys(("train-3", "release-1", "switch"), "finished")
+    assert found == {**finished, "train-1": "interrupted"}
+    assert "fused_adam2=True" in copied.types("show", "switch").out
+    assert copied.types("export", "switch", "--to", "csv").status == 0
+    for name in ("instant", "deep"):
+        assert f"dsat_runs/{name}: cannot be shown" in told.err
     for name, line in (("torn", "line 2"), ("none", "line 1"), ("newer", "newer")):
         [said] = [x for x in told.err.splitlines() if f"dsat_runs/{name}/journal.jsonl" in x]
         assert line in said

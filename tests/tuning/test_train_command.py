@@ -178,7 +178,7 @@ def test_a_command_that_is_run_again_has_its_scripts_arguments_replaced(
     assert line.count("--run-dir") == 1 and line.endswith(" bash run.sh .")
 
 
-BY_DSAT = "run_full_experiment=True"  # sets what no flag of the script can set
+BY_DSAT = "--run-full-experiment"  # sets what no flag of the script can set
 
 
 @pytest.mark.parametrize(
