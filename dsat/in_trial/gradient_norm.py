@@ -3,12 +3,17 @@
 In stages 1 to 3, and in stage 0 with fp16, DeepSpeed's optimizers keep the norm. Otherwise dsat
 computes it: in stage 0, DeepSpeed has no norm in fp32, and 0.17.6 to 0.18.5 report a wrong one in
 bf16. Nothing is synchronised inside a step.
+
+With DeepSpeed's Muon, the norm in stages 1 to 3 is unknown: they replace the gradients by updates
+before they compute the norm and clip (0.19.8).
 """
 
 from __future__ import annotations
 
 import math
 from typing import Any
+
+MUON = "MuonWithAuxAdam"  # the class of DeepSpeed's Muon
 
 
 class GradientNorm:
@@ -41,9 +46,11 @@ class GradientNorm:
             self._norm = self._engine.get_global_grad_norm()
 
     def _is_misreported(self) -> bool:
-        """Return whether DeepSpeed reports a norm scaled as for fp16, although fp16 is off."""
-        scale = getattr(self._engine.optimizer, "cur_scale", 1.0)
-        return scale != 1.0 and not self._engine.fp16_enabled()
+        """Return whether DeepSpeed's norm is of Muon's updates, or scaled although fp16 is off."""
+        engine = self._engine
+        if engine.zero_optimization_stage() > 0 and type(engine.basic_optimizer).__name__ == MUON:
+            return True
+        return getattr(engine.optimizer, "cur_scale", 1.0) != 1.0 and not engine.fp16_enabled()
 
     def value(self) -> float | None:
         """Return the norm, None if unknown; waits for the device."""
