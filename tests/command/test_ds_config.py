@@ -12,10 +12,10 @@ from dsat.command.ds_config import (
     check_sections,
     fingerprint,
     merge,
-    normalize,
     parse,
     read,
 )
+from dsat.command.ds_types import normalize
 from dsat.memory import closed_form
 from testing.scenarios import User
 from testing.simulation_host import facts_of
