@@ -196,7 +196,7 @@ def at(config: Mapping[str, Any], path: str) -> Any:
 
 
 def _check_comparable(config: Mapping[str, Any], slots: int, *, where: str) -> None:
-    """Raise UserInputError if parallel groups do not divide the devices, or ZenFlow is on."""
+    """Raise UserInputError if groups do not divide the devices, or ZenFlow is on."""
     shared = parallelism.of_config(config)
     if slots % shared.shared:
         raise UserInputError(
@@ -204,8 +204,17 @@ def _check_comparable(config: Mapping[str, Any], slots: int, *, where: str) -> N
             where=where,
             hint="Change the parallel size in the configuration, or the number of devices.",
         )
+    zero = config.get("zero_optimization") or {}
+    # `_create_zero_param_parallel_group` in utils/groups.py, 0.19.8.
+    hpz = zero.get("zero_hpz_partition_size", 1)
+    if zero.get("stage") == 3 and hpz not in (None, AUTO, 0) and slots % min(hpz, slots):
+        raise UserInputError(
+            f"{hpz:g} does not divide the {slots} devices of a trial",
+            where=f"{where}: zero_optimization.zero_hpz_partition_size",
+            hint="Change this size, or the number of devices.",
+        )
     # `configure_zenflow` in runtime/zenflow/engine.py, 0.19.8.
-    if at(config, "zero_optimization.zenflow") not in (None, AUTO):
+    if zero.get("zenflow") not in (None, AUTO):
         raise UserInputError(
             "ZenFlow cannot be tuned: dsat compares optimizer steps, and ZenFlow varies their "
             "number of micro batches",

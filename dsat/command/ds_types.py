@@ -32,7 +32,7 @@ _TRUTHS |= dict.fromkeys("0 off f false n no".split(), False)
 # Sizes of `zero_optimization` that dsat calculates with (`ge=0` in runtime/zero/config.py, 0.19.8).
 SIZES = """
     allgather_bucket_size reduce_bucket_size stage3_max_live_parameters
-    stage3_prefetch_bucket_size sub_group_size
+    stage3_prefetch_bucket_size sub_group_size zero_hpz_partition_size
 """.split()
 
 

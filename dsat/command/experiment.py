@@ -254,9 +254,7 @@ def _hyperparameters(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     found = {str(key): _constant(value, f"{where}.{key}") for key, value in hparams.items()}
     inline = {key: found.get(key) for key in (CONFIG_KEY, OVERWRITE_KEY)}
     return found | {
-        key: normalize(value)
-        for key, value in inline.items()
-        if isinstance(value, Mapping)
+        key: normalize(value) for key, value in inline.items() if isinstance(value, Mapping)
     }
 
 

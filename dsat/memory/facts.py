@@ -98,6 +98,7 @@ class Setup:
         model_bytes, accumulation_bytes, master_bytes, moment_bytes: bytes per element.
         bucket, sub_group, live, prefetch: numbers of elements.
         buckets: number of gradient buckets.
+        hpz: slots that share a secondary copy of the parameters; at most 1 if there is none.
     """
 
     facts: ModelFacts
@@ -113,6 +114,7 @@ class Setup:
     sub_group: int
     live: int
     prefetch: int
+    hpz: int
     torch_adam: bool
     strategy: Strategy
 
@@ -142,6 +144,7 @@ class Setup:
             sub_group=_size(zero, "sub_group_size", 10**9),
             live=_size(zero, "stage3_max_live_parameters", 10**9),
             prefetch=_size(zero, "stage3_prefetch_bucket_size", 5 * 10**7),
+            hpz=_size(zero, "zero_hpz_partition_size", 1),
             torch_adam=bool(optimizer.get("torch_adam", False)),
             strategy=of_config(config),
         )
@@ -157,6 +160,12 @@ class Setup:
     @property
     def shard(self) -> float:
         return self.facts.trainable_params / self.slots
+
+    @property
+    def secondary_bytes(self) -> float:
+        """Bytes of a slot's part of a secondary copy of the parameters, in stage 3."""
+        whole = self.model_bytes * self.facts.num_params
+        return whole / min(self.hpz, self.slots) if self.hpz > 1 else 0.0
 
     @property
     def reduces_last(self) -> bool:

@@ -19,6 +19,7 @@ from dsat.command.ds_types import normalize
 from dsat.memory import closed_form
 from testing.scenarios import User
 from testing.simulation_host import facts_of
+from testing.world import World
 from tests.command.plans import Reader
 
 NESTED: dict[str, Any] = {
@@ -197,6 +198,26 @@ def test_slots_that_share_samples_do_not_multiply_them(
     batch = reader.command_line({**config, "train_batch_size": 8}, "--slots", 4)["own_batch"]
     assert (batch["train_batch_size"], batch["micro_batch"], batch["gas"]) == expected
     assert batch["parallelism"] == {"tensor": sizes[0], "sequence": sizes[1]}
+
+
+@pytest.mark.parametrize(
+    ("zero", "refused"),
+    [
+        ({"stage": 3, "zero_hpz_partition_size": 3}, True),
+        ({"stage": 3, "zero_hpz_partition_size": "6"}, True),
+        ({"stage": 3, "zero_hpz_partition_size": 4}, False),
+        ({"stage": 3, "zero_hpz_partition_size": 12}, False),  # counts as 8
+        ({"stage": 2, "zero_hpz_partition_size": 3}, False),
+    ],
+)
+def test_a_secondary_partition_divides_the_devices(
+    user: User, zero: dict[str, Any], refused: bool
+) -> None:
+    user.world = World(slots=8)
+    user.has({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})
+    told = user.tunes("--dry-run")
+    assert told.status == (2 if refused else 0), told.err
+    assert ("does not divide the 8 devices" in told.err) is refused
 
 
 # -- the rest
