@@ -217,7 +217,8 @@ def _stage_3(s: Setup) -> _Parts:
     gathers = s.slots > 1 or s.offload_param
     # A parameter is gathered whole, whatever the limit.
     live = size * min(total, max(s.live, largest)) if gathers else 0.0
-    live -= copy * live / (size * total)  # after a step, what was not released yet has no copy
+    if copy:  # after a step, what was not released yet has none
+        live -= copy * live / (size * total)
     gather = size * min(total, s.prefetch) * (1 + 1 / s.slots) if s.slots > 1 else 0
     if s.offload_optimizer:
         # The rank's part of each bucket moves to the host, after the norm of each gradient in fp64.
