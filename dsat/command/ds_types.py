@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ _CURRENT_NAMES = {
 
 
 # Settings that dsat reads and DeepSpeed's pydantic models convert: "true" and 1 to true, "5" to 5.
-_MODELS = ("bf16", "bfloat16", "fp16", "zero_optimization")
+_MODELS = ("bf16", "bfloat16", "fp16", "tensor_parallel", "zero_optimization")
 _FLAGS = """
     bf16_master_weights_and_grads bf16_optimizer_states contiguous_gradients enabled
     fp16_master_weights_and_grads overlap_comm pin_memory reduce_scatter stage3_allgather_sequential
@@ -34,6 +35,10 @@ SIZES = """
     allgather_bucket_size reduce_bucket_size stage3_max_live_parameters
     stage3_prefetch_bucket_size sub_group_size zero_hpz_partition_size
 """.split()
+
+
+# Text that pydantic converts to an integer.
+_INTEGER = re.compile(r"\s*(\+?\d+(?:_\d+)*)(?:\.0+)?\s*", re.ASCII)
 
 
 def normalize(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,8 +54,9 @@ def _convert(value: Any, key: str = "") -> Any:
         return [_convert(each, key) for each in value]
     if key in _FLAGS:
         return _TRUTHS.get(str(value).lower(), value)
-    is_size = key in SIZES and isinstance(value, str) and value.isdecimal()
-    return int(value) if is_size and len(value) < 20 else value
+    is_text = key in (*SIZES, "stage", "autotp_size") and isinstance(value, str)
+    found = _INTEGER.fullmatch(value) if is_text and len(value) < 20 else None
+    return int(found[1]) if found else value
 
 
 def _use_current_names(config: Mapping[str, Any]) -> dict[str, Any]:

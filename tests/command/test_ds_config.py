@@ -100,12 +100,20 @@ def test_sizes_that_deepspeed_takes_are_taken(size: object) -> None:
     check_sections(config, where="ds.json")
 
 
-@pytest.mark.parametrize("text", ["1", "On", "TRUE", "y", "0", "off", "False", "no", "5", "maybe"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("1", "On", "TRUE", "y", "0", "off", "False", "no", "5", "maybe"),
+        *("500_000_000", "5e8", "500000000.0", "5.", "5.5", " +05 ", "5_", "_5", "5__0", "\u0665"),
+    ],
+)
 def test_text_is_read_as_deepspeed_reads_it(text: str) -> None:
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     for name, key, model in (
+        ("tensor_parallel", "autotp_size", TPTrainingConfig),
         ("zero_optimization", "overlap_comm", DeepSpeedZeroConfig),
         ("zero_optimization", "sub_group_size", DeepSpeedZeroConfig),
         ("bf16", "enabled", DeepSpeedBF16Config),
@@ -186,6 +194,8 @@ def test_batch_sizes_are_derived_as_deepspeed_does(
         ({"sequence_parallel_size": 2}, (8, 4, 1), (1, 2)),
         ({"tensor_parallel": {"autotp_size": 2}}, (4, 2, 1), (2, 1)),
         ({"tensor_parallel": {"autotp_size": 0}}, (8, 2, 1), (1, 1)),
+        ({"tensor_parallel": {"autotp_size": "2"}}, (4, 2, 1), (2, 1)),
+        ({"tensor_parallel": {"autotp_size": 2.0}}, (4, 2, 1), (2, 1)),
     ],
 )
 def test_slots_that_share_samples_do_not_multiply_them(

@@ -74,6 +74,7 @@ def _short(label: str) -> str:
         ({"stage": 2, "offload_param": CPU}, "z2"),
         ({"stage": 0, "offload_optimizer": CPU}, "z0"),
         ({"stage": 2, "offload_optimizer": None}, "z2"),
+        ({"stage": "2"}, "z2"),
     ],
 )
 def test_the_strategy_of_a_configuration(
