@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.command import document
+from dsat.command.ds_types import SIZES, normalize
 from dsat.errors import UserInputError
 from dsat.values import parallelism
 from dsat.values.format import count
@@ -91,70 +92,6 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-# Current names of `zero_optimization` settings, by their aliases and deprecated names
-# (runtime/zero/config.py, 0.19.8). DeepSpeed refuses a setting under two names.
-_SHORT_NAMES = """
-    allgather_sequential gather_16bit_weights_on_model_save max_live_parameters max_reuse_distance
-    model_persistence_threshold module_granularity_threshold param_persistence_threshold
-    prefetch_bucket_size use_all_reduce_for_fetch_params
-""".split()
-_CURRENT_NAMES = {
-    **{name: f"stage3_{name}" for name in _SHORT_NAMES},
-    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
-    "cpu_offload": "offload_optimizer",
-    "cpu_offload_param": "offload_param",
-}
-
-
-# Settings that dsat reads and DeepSpeed's pydantic models convert: "true" and 1 to true, "5" to 5.
-_MODELS = ("bf16", "bfloat16", "fp16", "zero_optimization")
-_FLAGS = """
-    bf16_master_weights_and_grads bf16_optimizer_states contiguous_gradients enabled
-    fp16_master_weights_and_grads overlap_comm pin_memory reduce_scatter stage3_allgather_sequential
-    stage3_gather_16bit_weights_on_model_save use_multi_rank_bucket_allreduce
-""".split()
-_TRUTHS = dict.fromkeys("1 on t true y yes".split(), True)
-_TRUTHS |= dict.fromkeys("0 off f false n no".split(), False)
-# Sizes of `zero_optimization` that dsat calculates with (`ge=0` in runtime/zero/config.py, 0.19.8).
-_SIZES = """
-    allgather_bucket_size reduce_bucket_size stage3_max_live_parameters
-    stage3_prefetch_bucket_size sub_group_size
-""".split()
-
-
-def normalize(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the current names and the types of DeepSpeed's settings."""
-    found = _use_current_names(config)
-    return {key: _convert(value) if key in _MODELS else value for key, value in found.items()}
-
-
-def _convert(value: Any, key: str = "") -> Any:
-    if isinstance(value, Mapping):
-        return {name: _convert(each, name) for name, each in value.items()}
-    if isinstance(value, list):
-        return [_convert(each, key) for each in value]
-    if key in _FLAGS:
-        return _TRUTHS.get(str(value).lower(), value)
-    is_size = key in _SIZES and isinstance(value, str) and value.isdecimal()
-    return int(value) if is_size and len(value) < 20 else value
-
-
-def _use_current_names(config: Mapping[str, Any]) -> dict[str, Any]:
-    zero = config.get("zero_optimization")
-    if not isinstance(zero, Mapping):
-        return dict(config)
-    found = {}
-    for key, value in zero.items():
-        name = _CURRENT_NAMES.get(key, key)
-        if name in zero:  # if both names are given, both stay, and DeepSpeed refuses them
-            found[key] = value
-        elif not key.startswith("cpu_offload"):
-            found[name] = value
-        elif value:
-            found[name] = {"device": "cpu"}
-    return {**config, "zero_optimization": found}
-
-
 # Sections that dsat reads, by dotted path.
 _SECTIONS = """
     activation_checkpointing bf16 bfloat16 fp16 optimizer optimizer.params scheduler
@@ -175,7 +112,7 @@ def check_sections(config: Mapping[str, Any], *, where: str) -> None:
             raise UserInputError(f"must be a mapping, not {value!r}", where=f"{where}: {path}")
     zero = config.get("zero_optimization") or {}
     check_stage(zero.get("stage", 0), where=f"{where}: zero_optimization.stage")
-    for name in _SIZES:
+    for name in SIZES:
         path = f"zero_optimization.{name}"
         value = zero.get(name)
         if value not in (None, AUTO):
@@ -259,7 +196,7 @@ def at(config: Mapping[str, Any], path: str) -> Any:
 
 
 def _check_comparable(config: Mapping[str, Any], slots: int, *, where: str) -> None:
-    """Raise UserInputError if parallel groups do not divide the devices, or ZenFlow is on."""
+    """Raise UserInputError if groups do not divide the devices, or ZenFlow is on."""
     shared = parallelism.of_config(config)
     if slots % shared.shared:
         raise UserInputError(
@@ -267,8 +204,17 @@ def _check_comparable(config: Mapping[str, Any], slots: int, *, where: str) -> N
             where=where,
             hint="Change the parallel size in the configuration, or the number of devices.",
         )
+    zero = config.get("zero_optimization") or {}
+    # `_create_zero_param_parallel_group` in utils/groups.py, 0.19.8.
+    hpz = zero.get("zero_hpz_partition_size", 1)
+    if zero.get("stage") == 3 and hpz not in (None, AUTO, 0) and slots % min(hpz, slots):
+        raise UserInputError(
+            f"{hpz:g} does not divide the {slots} devices of a trial",
+            where=f"{where}: zero_optimization.zero_hpz_partition_size",
+            hint="Change this size, or the number of devices.",
+        )
     # `configure_zenflow` in runtime/zenflow/engine.py, 0.19.8.
-    if at(config, "zero_optimization.zenflow") not in (None, AUTO):
+    if zero.get("zenflow") not in (None, AUTO):
         raise UserInputError(
             "ZenFlow cannot be tuned: dsat compares optimizer steps, and ZenFlow varies their "
             "number of micro batches",

@@ -13,6 +13,7 @@ from ruamel.yaml.error import YAMLError
 
 from dsat.command import document, ds_config, value_lists
 from dsat.command.ds_config import CONFIG_KEY, DSAT_SWITCHES_KEY, OVERWRITE_KEY, did_you_mean
+from dsat.command.ds_types import normalize
 from dsat.errors import UserInputError
 from dsat.values.trial import BatchTriple
 
@@ -148,7 +149,7 @@ def make_experiment(
     if isinstance(config, Path):
         path, where, content = config, str(config), ds_config.read(config)
     else:
-        path, where, content = folder, config_name, ds_config.normalize(config)
+        path, where, content = folder, config_name, normalize(config)
     ds, listed = value_lists.split(content, where=where)
     return Experiment(
         path=path,
@@ -253,9 +254,7 @@ def _hyperparameters(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     found = {str(key): _constant(value, f"{where}.{key}") for key, value in hparams.items()}
     inline = {key: found.get(key) for key in (CONFIG_KEY, OVERWRITE_KEY)}
     return found | {
-        key: ds_config.normalize(value)
-        for key, value in inline.items()
-        if isinstance(value, Mapping)
+        key: normalize(value) for key, value in inline.items() if isinstance(value, Mapping)
     }
 
 

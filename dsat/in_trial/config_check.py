@@ -131,10 +131,22 @@ def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
         if error is not None:
             text = _text(error)
             place, said = refused.get(text, ""), text.removesuffix(".")
-            is_gone = bool(place) and "removed" in text
-            hint = f"Deleting the section {place!r} is enough." if is_gone else ""
+            hint = ""
+            if place and "removed" in text:
+                place = _find_removed(kept, place, text)
+                hint = f"Deleting {place!r} is enough."
             found.problems.append(Problem(place, f"DeepSpeed {version} refuses it: {said}", hint))
     return found
+
+
+def _find_removed(config: Mapping[str, Any], key: str, text: str) -> str:
+    """Return the path of the setting that causes an error, or the key if it is the whole value."""
+    value = config[key]
+    for inner in value if isinstance(value, Mapping) else ():
+        error = _read({key: {name: each for name, each in value.items() if name != inner}})[1]
+        if error is None or _text(error) != text:
+            return f"{key}.{inner}"
+    return key
 
 
 def default(path: str) -> Any:

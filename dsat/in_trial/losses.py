@@ -5,6 +5,9 @@ Nothing is synchronised inside a step: losses stay tensors on their device until
 The norm is that of the first step's gradients, before clipping. In stages 1 to 3, and in stage 0
 with fp16, DeepSpeed's optimizers keep it. Otherwise dsat computes it: in stage 0, DeepSpeed has no
 norm in fp32, and 0.17.6 to 0.18.5 report a wrong one in bf16.
+
+With DeepSpeed's Muon, the norm in stages 1 to 3 is unknown: they replace the gradients by updates
+before they compute the norm and clip (0.19.8).
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values.outcome import TrainingCurve
 from dsat.values.parallelism import DATA_ONLY
 
+MUON = "MuonWithAuxAdam"  # the class of DeepSpeed's Muon
 FIRST_STEPS, LAST_STEPS = 32, 8  # steps of a curve that are kept
 _LOST_STEPS = 3  # consecutive steps without a finite loss that end the trial
 _DIGITS = 9  # decimal digits that distinguish neighbouring float32 values
@@ -111,12 +115,17 @@ class LossWatch:
         if not self._needs_norm:
             return
         self._needs_norm = False
-        scale = getattr(self._engine.optimizer, "cur_scale", 1.0)
-        is_misreported = scale != 1.0 and not self._engine.fp16_enabled()  # scaled as for fp16
         if not applied:
             self._norm = None
-        elif self._norm is None and not is_misreported:
+        elif self._norm is None and not self._is_misreported():
             self._norm = self._engine.get_global_grad_norm()
+
+    def _is_misreported(self) -> bool:
+        """Return whether DeepSpeed's norm is of Muon's updates, or scaled although fp16 is off."""
+        engine = self._engine
+        if engine.zero_optimization_stage() > 0 and type(engine.basic_optimizer).__name__ == MUON:
+            return True
+        return getattr(engine.optimizer, "cur_scale", 1.0) != 1.0 and not engine.fp16_enabled()
 
     def read(self, mean_over_ranks: Callable[[list[float]], list[float]]) -> None:
         """Read the losses of new steps, a collective call; raises Diverged if they diverge."""

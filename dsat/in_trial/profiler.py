@@ -9,6 +9,7 @@ from dsat.in_trial import config_injection, losses
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.agreement import local_size
 from dsat.in_trial.batches import BatchCounter
+from dsat.in_trial.losses import MUON
 from dsat.in_trial.meter_spec import MeterSpec
 from dsat.values import host_limits
 from dsat.values.outcome import ModelProfile, OwnOptimizer
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
 
 
 # Optimizers that update each element independently: those that ZeRO supports (0.19.8,
-# runtime/zero/utils.py), and others. DeepSpeed's Muon is one of them, because ZeRO keeps the shapes
-# for it. Adafactor, LAMB and other versions of Muon are not.
+# runtime/zero/utils.py), and others. DeepSpeed's Muon counts as one unless gradients are clipped,
+# because ZeRO keeps the shapes for it. Adafactor, LAMB and other versions of Muon do not.
 _BY_ELEMENT = """
     ASGD Adadelta Adagrad Adam AdamW Adamax DeepSpeedCPUAdagrad DeepSpeedCPUAdam DeepSpeedCPULion
     FusedAdam FusedLion Lion MuonWithAuxAdam NAdam RAdam RMSprop Rprop SGD ZenFlowCPUAdam
@@ -103,7 +104,7 @@ class ModelProfiler:
             parallelism=self._spec.parallelism,
             attention_heads=attention_heads(self._engine.module),
             hidden_size=hidden_size(self._engine.module),
-            optimizer=_own_optimizer(self._engine.basic_optimizer),
+            optimizer=_own_optimizer(self._engine),
         )
 
     def _whole_size(self, parameter: Any) -> int:
@@ -166,20 +167,22 @@ def hidden_size(module: Any) -> int | None:
     return None
 
 
-def _own_optimizer(optimizer: Any) -> OwnOptimizer:
-    """Describe an optimizer that DeepSpeed wraps.
+def _own_optimizer(engine: Any) -> OwnOptimizer:
+    """Describe the optimizer that an engine wraps.
 
     When offloading, accelerate (1.15: `map_pytorch_optim_to_deepspeed`) replaces a few optimizers
     by equivalents, and all others by Adam.
     """
     import torch
 
+    optimizer = engine.basic_optimizer
     kind = type(optimizer).__name__
+    clips_updates = kind == MUON and engine.gradient_clipping() > 0  # see losses.py
     torchs = (torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
     has_equivalent = type(optimizer) in torchs or kind.startswith("DeepSpeedCPU")
     return OwnOptimizer(
         kind,
-        by_element=kind in _BY_ELEMENT,
+        by_element=kind in _BY_ELEMENT and not clips_updates,
         moves_to_host=has_equivalent and config_injection.accelerate_makes_engines(),
     )
 

@@ -209,12 +209,16 @@ def _stage_1_or_2(s: Setup) -> _Parts:
 def _stage_3(s: Setup) -> _Parts:
     total, trained, size = s.facts.num_params, s.facts.trainable_params, s.model_bytes
     bucket, largest = s.bucket * size, s.facts.largest_param
-    own, reduced = 0 if s.offload_param else size * total / s.slots, size * min(trained, s.bucket)
+    copy = 0 if s.offload_param else s.secondary_bytes
+    own = 0 if s.offload_param else size * total / s.slots + copy
+    reduced = size * min(trained, s.bucket)
     # While the largest parameter moves into its part.
     moved = size * largest * (1 + (1 / s.slots if s.offload_param else 0))
     gathers = s.slots > 1 or s.offload_param
     # A parameter is gathered whole, whatever the limit.
-    live = size * min(total, max(s.live, largest)) if gathers else 0
+    live = size * min(total, max(s.live, largest)) if gathers else 0.0
+    if copy:  # after a step, what was not released yet has none
+        live -= copy * live / (size * total)
     gather = size * min(total, s.prefetch) * (1 + 1 / s.slots) if s.slots > 1 else 0
     if s.offload_optimizer:
         # The rank's part of each bucket moves to the host, after the norm of each gradient in fp64.

@@ -37,7 +37,7 @@ def as_simulated(config: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in config.items() if key not in left_out}
     if isinstance(kept.get(gas), int):
         kept[gas] = min(_MOST_MICRO_STEPS, kept[gas])
-    on_nvme = [name for name, device in of_config(config).offloading.items() if device == NVME]
+    on_nvme = [name for name, device in of_config(config, 3).offloading.items() if device == NVME]
     if on_nvme:
         zero = kept["zero_optimization"]
         on_host = {name: {**zero[name], "device": CPU} for name in on_nvme}

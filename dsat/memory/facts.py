@@ -95,14 +95,14 @@ class Setup:
     Attributes:
         facts: one slot's share of the model.
         slots: size of ZeRO's group.
-        model_bytes, accumulation_bytes, master_bytes, moment_bytes: bytes per element.
+        accumulation_bytes, master_bytes, moment_bytes: bytes per element.
         bucket, sub_group, live, prefetch: numbers of elements.
         buckets: number of gradient buckets.
+        hpz: slots that share a secondary copy of the parameters; at most 1 if there is none.
     """
 
     facts: ModelFacts
     slots: int
-    model_bytes: int
     accumulation_bytes: int
     model_type: str
     master_bytes: int
@@ -113,6 +113,7 @@ class Setup:
     sub_group: int
     live: int
     prefetch: int
+    hpz: int
     torch_adam: bool
     strategy: Strategy
 
@@ -122,15 +123,13 @@ class Setup:
         zero = config.get("zero_optimization") or {}
         zero = ds_config.fill_in_sizes(zero, facts.hidden_size)
         model_type, accumulated = ds_config.data_types(config)
-        size = 2 if model_type in ("bf16", "fp16") else facts.param_bytes
-        model_type = model_type or ("bf16" if size == 2 else "fp32")
+        model_type = model_type or ("bf16" if facts.param_bytes == 2 else "fp32")
         optimizer = (config.get("optimizer") or {}).get("params") or {}
         low_master, low_moments = _low_precision_state(config)
         shared = parallelism.of_config(config)
         return cls(
             facts=facts.divided(shared),
             slots=max(1, slots // shared.tensor),  # those with the same part of each layer
-            model_bytes=size,
             accumulation_bytes=TYPE_BYTES[accumulated or model_type],
             model_type=model_type,
             master_bytes=2 if low_master else 4,
@@ -142,9 +141,14 @@ class Setup:
             sub_group=_size(zero, "sub_group_size", 10**9),
             live=_size(zero, "stage3_max_live_parameters", 10**9),
             prefetch=_size(zero, "stage3_prefetch_bucket_size", 5 * 10**7),
+            hpz=_size(zero, "zero_hpz_partition_size", 1),
             torch_adam=bool(optimizer.get("torch_adam", False)),
             strategy=of_config(config),
         )
+
+    @property
+    def model_bytes(self) -> int:
+        return 2 if self.model_type in ("bf16", "fp16") else self.facts.param_bytes  # per element
 
     @property
     def offload_optimizer(self) -> bool:
@@ -157,6 +161,12 @@ class Setup:
     @property
     def shard(self) -> float:
         return self.facts.trainable_params / self.slots
+
+    @property
+    def secondary_bytes(self) -> float:
+        """Bytes of a slot's part of a secondary copy of the parameters, in stage 3."""
+        whole = self.model_bytes * self.facts.num_params
+        return whole / min(self.hpz, self.slots) if self.hpz > 1 else 0.0
 
     @property
     def reduces_last(self) -> bool:

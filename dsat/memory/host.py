@@ -25,6 +25,7 @@ def training(facts: ModelFacts, config: Mapping[str, Any], *, slots: int) -> tup
     blocks, pinned, pageable = list(_of_optimizer(s)), 0.0, 0.0
     if s.strategy.offload_param == CPU:  # always pinned, whatever the setting
         pinned = pinned_bytes(s.model_bytes * s.facts.num_params / s.slots)
+        pinned += s.secondary_bytes
     if s.strategy.offload_optimizer == CPU:
         pageable = (12 if s.strategy.stage == 3 else 8) * s.shard
     if is_pinned(config):

@@ -193,7 +193,7 @@ def _warn_of_optimizer(run: Run, best: Trial) -> Iterator[str]:
     if run.profile is None or run.profile.optimizer.by_element or bool(own) == bool(best.stage):
         return
     yield (
-        f"{run.profile.optimizer.kind} may depend on the shapes of parameters, which stages 1 to 3 "
-        "flatten and stage 0 keeps, so losses may differ from yours. Compare losses over a longer "
-        f"training, or search with --zero-stages {'1 2 3' if own else '0'}."
+        f"{run.profile.optimizer.kind} may compute other updates in stages 1 to 3 than in stage 0, "
+        "so losses may differ from yours. Compare losses over a longer training, or search with "
+        f"--zero-stages {'1 2 3' if own else '0'}."
     )

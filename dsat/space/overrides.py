@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from dsat.command import ds_config
 from dsat.command.switches import is_switch
 from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import BatchTriple
@@ -52,7 +53,8 @@ def strategy_settings(
 ) -> dict[str, Any]:
     """Return the flat settings besides `stage` that a strategy needs in the user's configuration.
 
-    They switch off configured offloading that the strategy lacks.
+    They switch off configured offloading that the strategy lacks, and what DeepSpeed refuses in its
+    stage.
 
     Args:
         nvme_path: folder into which offloading to NVMe may write.
@@ -70,6 +72,8 @@ def strategy_settings(
     given = zero.get("offload_optimizer")
     if strategy.stage != 3 and isinstance(given, Mapping) and given.get("ratio", 1.0) != 1.0:
         settings["offload_optimizer.ratio"] = 1.0  # DeepSpeed asserts it
+    if _refuses_scattering(strategy.stage, config):
+        settings["reduce_scatter"] = False
     if strategy.stage == 3 != of_config(config).stage and zero.get(GATHER) is not True:
         # Only saving reads this, and the script expects whole weights. Outside stage 3, the user's
         # `false` means nothing, because accelerate writes it.
@@ -79,3 +83,14 @@ def strategy_settings(
     if strategy.offload_optimizer != NONE and is_scripts_own and not own_offloads:
         settings[FORCE] = False  # else DeepSpeed refuses an optimizer that the script made
     return settings
+
+
+def _refuses_scattering(stage: int, config: Mapping[str, Any]) -> bool:
+    """Return whether DeepSpeed refuses `reduce_scatter`, which is on by default, in a stage.
+
+    See zero/stage_1_and_2.py:344 and zero/stage3.py:360,392 of 0.19.8.
+    """
+    is_muon = str(ds_config.at(config, "optimizer.type")).lower() == "muon"
+    prescales = config.get("prescale_gradients") is True
+    predivides = config.get("gradient_predivide_factor", 1.0) not in (1.0, None, ds_config.AUTO)
+    return (stage == 3 and is_muon) or (stage >= 2 and (prescales or predivides))

@@ -59,7 +59,7 @@ class Plan(Recorded, BatchRule, Freedom):
     Attributes:
         method: a name of `dsat.search.SEARCHES`.
         max_trials: number of trials allowed, including the profile and the finals.
-        faulty_stages: stages that the installed DeepSpeed trains wrongly or not at all; excluded.
+        faulty_stages: stages that the installed DeepSpeed refuses or trains wrongly; excluded.
         slot_memory_bytes: memory limit of a device; None for all its memory.
         memory_model: how memory is predicted, one of `MEMORY_MODELS`.
         max_seq_length: longest sequence of the data in tokens; None if not given.

@@ -234,8 +234,9 @@ def _branch(strategy: Strategy, space: Space) -> Branch:
     # The most promising come first, because a search may compare only the first changes.
     switches = space.searched_switches.items()
     searched = [(n, v) for n, v in switches if _matters(n, situation, freedom)]
+    base = strategy_settings(strategy, config, freedom.nvme_path, moves_to_host=space.moves_to_host)
     for setting in SETTINGS:
-        if not _is_searched(setting, situation, freedom):
+        if setting.key in base or not _is_searched(setting, situation, freedom):
             continue
         values = tuple(freedom.choices.get(setting.key, ()))
         if not values:
@@ -252,7 +253,6 @@ def _branch(strategy: Strategy, space: Space) -> Branch:
     for switch, own in freedom.switches.items():
         if _is_free(switch, freedom) and switch not in space.searched_switches:
             searched.append((switch, (own, not own)))
-    base = strategy_settings(strategy, config, freedom.nvme_path, moves_to_host=space.moves_to_host)
     return Branch(strategy, base, tuple(searched))
 
 

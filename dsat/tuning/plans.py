@@ -87,7 +87,7 @@ def make_plan(
 
 
 def drop_faulty_stages(plan: Plan, version: str | None, *, is_listed: bool) -> Plan:
-    """Exclude stages that a DeepSpeed version trains wrongly or not at all; log warnings.
+    """Exclude stages that DeepSpeed refuses, or that a version trains wrongly; log warnings.
 
     The stage of the user's configuration stays; if the user listed stages (`is_listed`), all stay.
     """
@@ -104,9 +104,11 @@ def drop_faulty_stages(plan: Plan, version: str | None, *, is_listed: bool) -> P
         zero = {**(config.get("zero_optimization") or {}), "stage": other}
         training = training_with({**config, "zero_optimization": zero}, accumulates, plan)
         found = hazards.find(version, training, hazards.GRADIENTS, hazards.FAILS)
-        certain = [fault for fault in found if not fault.unseen]
-        if certain and other != stage and not is_listed:
-            _log.warning("stage %d is not searched: %s", other, certain[0].describe(known))
+        reasons = [fault.describe(known) for fault in found if not fault.unseen]
+        if other < ds_config.least_stage(config):
+            reasons.append("DeepSpeed refuses it with your types of gradients or optimizer states")
+        if reasons and other != stage and not is_listed:
+            _log.warning("stage %d is not searched: %s", other, reasons[0])
             faulty.append(other)
     return dataclasses.replace(plan, faulty_stages=tuple(faulty))
 

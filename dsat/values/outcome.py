@@ -154,7 +154,8 @@ class OwnOptimizer:
     Attributes:
         kind: name of its class; empty if unknown.
         by_element: whether it updates each element independently of the parameter's shape. If not,
-            it trains differently in stage 0 and with ZeRO, which flattens parameters.
+            it trains differently in stage 0 and with ZeRO, which flattens parameters. It is False
+            for DeepSpeed's Muon with clipping, because ZeRO clips its updates.
         moves_to_host: whether accelerate replaces it by DeepSpeed's CPU optimizer when offloading.
     """
 

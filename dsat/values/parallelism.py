@@ -81,5 +81,5 @@ def of_settings(settings: Mapping[str, Any], own: Parallelism) -> Parallelism:
 
 def _size(value: Any) -> int:
     """Return a configured size; 1 for AutoTP's 0 and for values that DeepSpeed refuses."""
-    is_size = isinstance(value, int) and not isinstance(value, bool) and value > 1
-    return int(value) if is_size else 1
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return int(value) if is_whole and value > 1 else 1

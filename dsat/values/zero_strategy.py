@@ -14,7 +14,7 @@ class Strategy:
     """A ZeRO stage, and where optimizer states and parameters are stored.
 
     Attributes:
-        offload_optimizer: `none`, `cpu` or `nvme`; from stage 1 on.
+        offload_optimizer: `none` or `cpu`, from stage 1 on; or `nvme`, in stage 3 only.
         offload_param: `none`, `cpu` or `nvme`; in stage 3 only.
     """
 
@@ -81,14 +81,16 @@ def plain(*stages: int) -> tuple[Strategy, ...]:
 def of_config(config: Mapping[str, Any], stage: int | None = None) -> Strategy:
     """Return the strategy of a DeepSpeed configuration, optionally with another stage.
 
-    Offloading that the stage does not support is dropped.
+    Offloading that the stage does not support is dropped. Stages 1 and 2 store optimizer states on
+    the host where NVMe is configured (zero/stage_1_and_2.py:221, 0.19.8).
     """
     zero = config.get("zero_optimization") or {}
     if stage is None:
         stage = int(zero.get("stage", 0))
+    optimizer = _device(zero, "offload_optimizer") if stage >= 1 else NONE
     return Strategy(
         stage,
-        _device(zero, "offload_optimizer") if stage >= 1 else NONE,
+        CPU if optimizer == NVME and stage < 3 else optimizer,
         _device(zero, "offload_param") if stage == 3 else NONE,
     )
 

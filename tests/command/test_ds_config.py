@@ -12,13 +12,14 @@ from dsat.command.ds_config import (
     check_sections,
     fingerprint,
     merge,
-    normalize,
     parse,
     read,
 )
+from dsat.command.ds_types import normalize
 from dsat.memory import closed_form
 from testing.scenarios import User
 from testing.simulation_host import facts_of
+from testing.world import World
 from tests.command.plans import Reader
 
 NESTED: dict[str, Any] = {
@@ -99,12 +100,20 @@ def test_sizes_that_deepspeed_takes_are_taken(size: object) -> None:
     check_sections(config, where="ds.json")
 
 
-@pytest.mark.parametrize("text", ["1", "On", "TRUE", "y", "0", "off", "False", "no", "5", "maybe"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("1", "On", "TRUE", "y", "0", "off", "False", "no", "5", "maybe"),
+        *("500_000_000", "5e8", "500000000.0", "5.", "5.5", " +05 ", "5_", "_5", "5__0", "\u0665"),
+    ],
+)
 def test_text_is_read_as_deepspeed_reads_it(text: str) -> None:
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     for name, key, model in (
+        ("tensor_parallel", "autotp_size", TPTrainingConfig),
         ("zero_optimization", "overlap_comm", DeepSpeedZeroConfig),
         ("zero_optimization", "sub_group_size", DeepSpeedZeroConfig),
         ("bf16", "enabled", DeepSpeedBF16Config),
@@ -185,6 +194,8 @@ def test_batch_sizes_are_derived_as_deepspeed_does(
         ({"sequence_parallel_size": 2}, (8, 4, 1), (1, 2)),
         ({"tensor_parallel": {"autotp_size": 2}}, (4, 2, 1), (2, 1)),
         ({"tensor_parallel": {"autotp_size": 0}}, (8, 2, 1), (1, 1)),
+        ({"tensor_parallel": {"autotp_size": "2"}}, (4, 2, 1), (2, 1)),
+        ({"tensor_parallel": {"autotp_size": 2.0}}, (4, 2, 1), (2, 1)),
     ],
 )
 def test_slots_that_share_samples_do_not_multiply_them(
@@ -197,6 +208,26 @@ def test_slots_that_share_samples_do_not_multiply_them(
     batch = reader.command_line({**config, "train_batch_size": 8}, "--slots", 4)["own_batch"]
     assert (batch["train_batch_size"], batch["micro_batch"], batch["gas"]) == expected
     assert batch["parallelism"] == {"tensor": sizes[0], "sequence": sizes[1]}
+
+
+@pytest.mark.parametrize(
+    ("zero", "refused"),
+    [
+        ({"stage": 3, "zero_hpz_partition_size": 3}, True),
+        ({"stage": 3, "zero_hpz_partition_size": "6"}, True),
+        ({"stage": 3, "zero_hpz_partition_size": 4}, False),
+        ({"stage": 3, "zero_hpz_partition_size": 12}, False),  # counts as 8
+        ({"stage": 2, "zero_hpz_partition_size": 3}, False),
+    ],
+)
+def test_a_secondary_partition_divides_the_devices(
+    user: User, zero: dict[str, Any], refused: bool
+) -> None:
+    user.world = World(slots=8)
+    user.has({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero})
+    told = user.tunes("--dry-run")
+    assert told.status == (2 if refused else 0), told.err
+    assert ("does not divide the 8 devices" in told.err) is refused
 
 
 # -- the rest

@@ -49,7 +49,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a removed section": (
         {"amp": {"enabled": True}},
         "amp",
-        "Deleting the section",
+        "Deleting 'amp' is enough",
+    ),
+    "a removed setting": (
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "mics_shard_size": 2,
+                "mics_hierarchical_params_gather": True,
+            }
+        },
+        "zero_optimization.mics_shard_size",
+        "Deleting 'zero_optimization.mics_shard_size' is enough",
     ),
     "two precisions": (
         {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
@@ -119,8 +130,8 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "what",
     [
-        pytest.param(name, marks=needs("deepspeed", "0.19.8", "has this section"))
-        if name == "a removed section"
+        pytest.param(name, marks=needs("deepspeed", "0.19.8", "has this setting"))
+        if name in ("a removed section", "a removed setting")
         else name
         for name in REFUSED
     ],

@@ -147,6 +147,25 @@ def test_losses_of_backward_passes_that_the_script_begins(
     assert curve is not None and set(curve.losses) == {loss}
 
 
+@pytest.mark.parametrize(("optimizer", "norm"), [("AdamW", 2.5), ("MuonWithAuxAdam", None)])
+def test_no_norm_of_updates_is_taken_for_one_of_gradients(
+    clock: Clock, optimizer: str, norm: float | None
+) -> None:
+    engine: Any = FakeEngine(clock)
+    engine.basic_optimizer = type(optimizer, (), {})()
+    engine.get_global_grad_norm = lambda: 2.5
+    attach(engine)
+
+    def loop() -> None:
+        for _ in range(9):
+            engine.forward(torch.zeros(4, 1))
+            engine.backward(torch.tensor(1.0))
+            engine.step()
+
+    curve = measured_by(loop).training
+    assert curve is not None and curve.gradient_norm == norm
+
+
 def test_ranks_that_see_no_loss_do_not_count(
     clock: Clock, ranks: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

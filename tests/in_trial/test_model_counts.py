@@ -30,6 +30,9 @@ class RealEngine(FakeEngine):
     def backward(self, loss: torch.Tensor) -> Any:
         loss.backward()  # type: ignore[no-untyped-call]
 
+    def gradient_clipping(self) -> float:
+        return 0.0
+
     def step(self) -> None:
         before = self.global_steps
         super().step()
@@ -134,27 +137,31 @@ class TestCounts:
             assert again.activation_bytes_per_sample <= plain - 4 * HIDDEN
 
     @pytest.mark.parametrize(
-        ("optimizer", "accelerated", "expected"),
+        ("optimizer", "accelerated", "clips", "expected"),
         [
-            ("AdamW", True, OwnOptimizer("AdamW", moves_to_host=True)),
-            ("AdamW", False, OwnOptimizer("AdamW")),
-            ("SGD", True, OwnOptimizer("SGD")),
-            ("Adafactor", False, OwnOptimizer("Adafactor", by_element=False)),
+            ("AdamW", True, 0.0, OwnOptimizer("AdamW", moves_to_host=True)),
+            ("AdamW", False, 1.0, OwnOptimizer("AdamW")),
+            ("SGD", True, 0.0, OwnOptimizer("SGD")),
+            ("Adafactor", False, 0.0, OwnOptimizer("Adafactor", by_element=False)),
+            ("MuonWithAuxAdam", False, 0.0, OwnOptimizer("MuonWithAuxAdam")),
+            ("MuonWithAuxAdam", False, 1.0, OwnOptimizer("MuonWithAuxAdam", by_element=False)),
         ],
     )
-    def test_optimizers_that_depend_on_shapes_or_are_replaced_where_they_are_offloaded(
+    def test_optimizers_that_depend_on_the_stage_or_are_replaced_where_they_are_offloaded(
         self,
         optimizer: str,
         accelerated: bool,
+        clips: float,
         expected: OwnOptimizer,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         plugins = {"deepspeed_plugins": {"default": "a plugin"}} if accelerated else {}
         state = SimpleNamespace(AcceleratorState=SimpleNamespace(_shared_state=plugins))
         monkeypatch.setitem(sys.modules, "accelerate.state", state)
+        monkeypatch.setattr(RealEngine, "gradient_clipping", lambda _: clips)
         model = Perceptron()
-        own = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
-        assert profile_of(model, own=own).optimizer == expected
+        kind = getattr(torch.optim, optimizer, None) or type(optimizer, (torch.optim.SGD,), {})
+        assert profile_of(model, own=kind(model.parameters(), lr=0.1)).optimizer == expected
 
     @pytest.mark.parametrize("frozen", [False, True])
     def test_parameters(self, frozen: bool) -> None:

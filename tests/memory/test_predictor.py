@@ -282,8 +282,9 @@ def test_what_a_host_does_not_hold_is_not_tried() -> None:
         assert memory.fits(shape, 1) is fits
         assert (memory.largest(shape) > 0) is fits
         assert memory.fits(memory.shape(config(2), {}), 1), "what is on the device needs no host"
-    on_disk = config(2, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"})
-    assert memory.fits(memory.shape(on_disk, {}), 1)
+    for stage, is_on_disk in ((2, False), (3, True)):
+        on_disk = config(stage, offload_optimizer={"device": "nvme", "nvme_path": "/tmp"})
+        assert memory.fits(memory.shape(on_disk, {}), 1) is is_on_disk
     # A simulation that measures more corrects the formula.
     anchor = simulated(2, 1, 0)
     seen = replace(anchor.estimate, host_pageable=round(2 * needed), host_pinned=0)

@@ -70,7 +70,7 @@ _CONFIG: list[tuple[dict[str, Any], str, str]] = [
     ({MICRO: {"type": "int", "minval": 1}}, MICRO, "range int"),
     *(({key: value}, key, f"positive integer {value!r}") for key, value in ((MICRO, True),)),
     *(({"train_batch_size": 8, GAS: bad}, GAS, f"{bad!r}") for bad in ("4", 4.5, 0)),
-    *(({**DS, ZERO: {"stage": bad}}, STAGE, f"0 1 2 3 {bad!r}") for bad in (4, "1", None)),
+    *(({**DS, ZERO: {"stage": bad}}, STAGE, f"0 1 2 3 {bad!r}") for bad in (4, "one", None)),
     *(({**DS, ZERO: {"stage": bad}}, STAGE, "") for bad in ([], [1, 4], [0, True])),
     *(({**DS, ZERO: bad}, ZERO, "mapping") for bad in ("most", 2, [{"stage": 1}])),
     *(({**DS, ZERO: {"reduce_bucket_size": bad}}, ZERO, "integer") for bad in ("most", -1)),

@@ -141,6 +141,25 @@ def test_what_changes_numbers_is_searched_only_when_asked_for(
     assert tune in found and values in (None, found[tune])
 
 
+@pytest.mark.parametrize(
+    ("config", "stage", "refuses"),
+    [
+        ({"optimizer": {"type": "Muon"}}, 3, True),
+        ({"optimizer": {"type": "Muon"}}, 2, False),
+        ({"prescale_gradients": True}, 2, True),
+        ({"prescale_gradients": True}, 1, False),
+        ({"gradient_predivide_factor": 2.0}, 3, True),
+        ({"gradient_predivide_factor": 1.0}, 3, False),
+    ],
+)
+def test_reduce_scatter_is_off_where_deepspeed_refuses_it(
+    tmp_path: Path, config: dict[str, Any], stage: int, refuses: bool
+) -> None:
+    user = user_of(tmp_path, **config)
+    told = user.tunes("--zero-stages", stage, "--search", "reduce_scatter", method="random")
+    assert searched(told)["reduce_scatter"] == ({"False"} if refuses else {"True", "False"})
+
+
 # -- listed values and experiments
 
 

@@ -83,7 +83,7 @@ KINDS = {
     "late in both": r"^Warning: optimizer steps .* took far longer",
     "other work": r"^Warning: the gain is unreliable: the model",
     "other lengths": r"^Warning: the samples of \S+ had",
-    "shapes": r"^Warning: \S+ may depend on the shapes of parameters",
+    "shapes": r"^Warning: \S+ may compute other updates in stages 1 to 3",
     "several engines": r"^Warning: the script trains several engines",
     "zero.Init": r"^Warning: the script uses deepspeed.zero.Init",
     "uncounted": r"^Warning: the samples that the script feeds cannot be counted.* no tensor",

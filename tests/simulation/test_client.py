@@ -209,6 +209,25 @@ def test_the_closed_form_knows_what_a_setting_adds(gpt_on_a_device: Simulator) -
         assert added == pytest.approx(formula - by_formula[0], abs=0.01 * simulated[0]), setting
 
 
+def test_a_secondary_copy_of_the_parameters_is_counted(gpt_on_a_device: Simulator) -> None:
+    """A size above the number of slots means all of them."""
+    plain = configuration(3, slots=4)
+    sizes = [{"zero_hpz_partition_size": size} for size in (1, 2, 8)]
+    configs = [ds_config.merge(plain, {"zero_optimization": size}) for size in sizes]
+    facts = gpt_on_a_device.facts(plain)
+    simulated = answers(gpt_on_a_device, *(Question(each, 2, 4) for each in configs))
+    by_formula = [closed_form.estimate(facts, each, slots=4, micro_batch=2) for each in configs]
+    for size, estimate, formula in zip(sizes, simulated, by_formula, strict=True):
+        for phase in ("init", "step"):
+            added, expected = (
+                getattr(its, phase) - getattr(without, phase)
+                for its, without in ((estimate, simulated[0]), (formula, by_formula[0]))
+            )
+            assert added == pytest.approx(expected, rel=0.02), (size, phase)
+        assert formula.peak == pytest.approx(estimate.peak, rel=0.04), size
+    assert by_formula[0].step < by_formula[2].step < by_formula[1].step
+
+
 @newest
 def test_frozen_parameters_have_no_state(tmp_path: Path) -> None:
     config, roomy = configuration(1), configuration(2, bucket=60_000_000)

@@ -320,6 +320,11 @@ def test_every_value_of_every_setting_reaches_deepspeeds_own_configuration() -> 
         ),
         ({"offload_optimizer": {"device": "cpu"}}, Strategy(2, CPU), {}),
         (
+            {"offload_optimizer": {"device": "nvme"}},
+            Strategy(2, CPU),
+            {"offload_optimizer.device": "cpu"},
+        ),
+        (
             {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
             Strategy(0),
             {"offload_optimizer.device": "none", "offload_param.device": "none"},

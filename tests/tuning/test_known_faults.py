@@ -57,6 +57,25 @@ def test_a_stage_with_a_fault_is_left_out(
     assert ("DeepSpeed#7718" in told.err and "0.19.5" in told.err) is (is_own or 2 not in stages)
 
 
+@pytest.mark.parametrize(
+    ("more", "options", "stages"),
+    [
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, "", {1, 2, 3}),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "", {0, 1, 2, 3}),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "", {1, 2, 3}),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, "-z 0 1", {0, 1}),  # the user named them
+    ],
+)
+def test_a_stage_that_refuses_the_types_is_left_out(
+    user: User, more: dict[str, Any], options: str, stages: set[int]
+) -> None:
+    user.has({MICRO: 4, **STAGE_2, "bf16": {"enabled": True}, **more})
+    told = user.tunes("--dry-run", *options.split(), method="random")
+    plan = told.json["plan"]
+    assert {*plan["zero_stages"]} - {*plan["faulty_stages"]} == stages
+    assert ("stage 0 is not searched: DeepSpeed refuses it" in told.err) is (0 not in stages)
+
+
 def test_a_run_goes_on_with_a_version_without_the_fault(
     user: User, monkeypatch: pytest.MonkeyPatch
 ) -> None:

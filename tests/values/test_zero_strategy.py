@@ -69,10 +69,12 @@ def _short(label: str) -> str:
         ({"stage": 3, "offload_optimizer": CPU, "offload_param": CPU}, "z3_offload_param"),
         ({"stage": 3, "offload_param": CPU}, "z3_offparam"),
         ({"stage": 3, "offload_optimizer": NVME}, "z3_nvme"),
+        ({"stage": 2, "offload_optimizer": NVME}, "z2_offload"),
         # Offloading that a stage does not support is left out.
         ({"stage": 2, "offload_param": CPU}, "z2"),
         ({"stage": 0, "offload_optimizer": CPU}, "z0"),
         ({"stage": 2, "offload_optimizer": None}, "z2"),
+        ({"stage": "2"}, "z2"),
     ],
 )
 def test_the_strategy_of_a_configuration(
