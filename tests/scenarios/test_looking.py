@@ -178,7 +178,7 @@ def test_a_page_is_served(ran: tuple[User, Told]) -> None:
     with urllib.request.urlopen(f"{base}state", timeout=60) as answer:
         state = json.load(answer)
     assert told.best["name"] in state["html"] and "\x1b" not in state["html"]
-    port = base.rpartition(":")[2].strip("/")
+    port = base.split(":")[2].partition("/")[0]
     with socket.create_connection(("127.0.0.1", int(port))) as asking:
         asking.sendall(b"GET http://[::1 HTTP/1.0\r\nHost: localhost\r\n\r\n")
         assert b" 404 " in asking.recv(64)
