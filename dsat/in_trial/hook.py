@@ -13,6 +13,7 @@ import atexit
 import importlib.machinery
 import importlib.util
 import json
+import mmap
 import os
 import sys
 from pathlib import Path
@@ -102,6 +103,12 @@ class _Process:
         return rank.get_rank(self._folder)
 
 
+def _mark_process() -> mmap.mmap:
+    """Map this file into memory: dsat finds it in the maps of the process and of its forks."""
+    with open(__file__, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
 def _run_hidden_sitecustomize() -> None:
     """Run the environment's own `sitecustomize`, which this file hides."""
     own = os.path.dirname(os.path.abspath(__file__))
@@ -117,5 +124,6 @@ if __name__ == "sitecustomize":
     sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), SPARE_FOLDER))
     # Another program's Python may be older than dsat supports.
     if TRIAL_VARIABLE in os.environ and sys.version_info >= (3, 10):
+        _MARK = _mark_process()
         _Process(Path(os.environ[TRIAL_VARIABLE])).begin()
     _run_hidden_sitecustomize()

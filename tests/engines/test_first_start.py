@@ -195,16 +195,45 @@ def test_a_program_that_prepares_data_needs_no_hook(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_training_that_dsat_cannot_see_is_ended_before_it_begins(place: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("PYTHONPATH=$PWD python3 blind.py", r"PYTHONPATH for `.*blind.py`.*src:\$PYTHONPATH"),
+        ("python3 -sE blind.py", "hides dsat from `python3 -sE blind.py`.* without -E, -I and -S"),
+        (
+            'env -i "$(which python3)" blind.py',
+            "clears the environment of .*blind.py.*--cleanenv",
+        ),
+    ],
+    ids=["replaced", "ignored", "cleared"],
+)
+def test_a_training_that_dsat_cannot_see_is_ended_before_it_begins(
+    line: str, message: str, place: Path
+) -> None:
     """Otherwise it would run in full, and overwrite the user's checkpoints."""
-    runnable(place / "run.sh", "#!/bin/bash\nexport PYTHONPATH=$PWD\npython3 blind.py\n")
+    runnable(place / "run.sh", f"#!/bin/bash\n{line}\n")
     (place / "blind.py").write_text(
         "import socket, time, torch\ntime.sleep(1.5)\n"  # as while it prepares data
         "store = socket.create_server(('127.0.0.1', 0))\ntime.sleep(60)\nopen('trained', 'w')\n"
     )
-    with pytest.raises(UserInputError, match=r"PYTHONPATH for `.*blind.py`.*src:\$PYTHONPATH"):
+    with pytest.raises(UserInputError, match=message):
         seen(place, str(place / "run.sh"))
     assert not (place / "trained").exists()
+
+
+@pytest.mark.slow
+def test_a_fork_of_a_process_that_dsat_sees_is_seen(place: Path) -> None:
+    (place / "forks.py").write_text(
+        "import os, socket, sys, time, torch\n"
+        "if os.fork() == 0:\n"
+        "    os.closerange(3, 100)\n"
+        "    store = socket.create_server(('127.0.0.1', 0))\n"
+        "    time.sleep(1.5)\n"
+        "    sys.argv = ['train.py']\n"
+        f"    {TRAINS}\n"
+        "os.wait()\n"
+    )
+    assert "multiprocessing" in seen(place, "python3", "forks.py").needs_command
 
 
 @pytest.mark.slow
