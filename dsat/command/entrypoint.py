@@ -125,26 +125,29 @@ class Entrypoint(Recorded):
         `batch_flag` is a further flag that gets the micro batch; empty for none. If it is missing,
         it is added at the end, or in front with `flag_leads`.
         """
-        args = script_args.adapt_to_trial(
-            self.args
-            if self.launch.config_is_word
-            else script_args.replace_config(self.args, path, self.config_word),
-            config,
-            switches,
-            arg_mappings,
-            add=self.takes_hf_flags,
-        )
-        if flag_leads and script_args.value_of(args, batch_flag) is None:
-            args = (batch_flag, str(config[_MICRO_BATCH]), *args)
-        if batch_flag:
-            args = script_args.rewrite(args, config, {_MICRO_BATCH: batch_flag}, add=True)
+
+        def adapt(own: Sequence[str]) -> tuple[str, ...]:
+            if not self.launch.config_is_word:
+                own = script_args.replace_config(own, path, self.config_word)
+            add = self.takes_hf_flags
+            args = script_args.adapt_to_trial(own, config, switches, arg_mappings, add=add)
+            if flag_leads and script_args.value_of(args, batch_flag) is None:
+                args = (batch_flag, str(config[_MICRO_BATCH]), *args)
+            if batch_flag:
+                args = script_args.rewrite(args, config, {_MICRO_BATCH: batch_flag}, add=True)
+            return args
+
         env = {**self.env, **script_switches.variables(switches)}
         binds = self.launch.binds_cores or switches.get(script_switches.BIND_CORES) is True
         return replace(
             self,
-            args=args,
+            args=adapt(self.args),
             env=accelerate_env.use_config(env, path, config),
-            launch=replace(self.launch, binds_cores=binds),
+            launch=replace(
+                self.launch,
+                binds_cores=binds,
+                other_args=tuple(map(adapt, self.launch.other_args)),
+            ),
         )
 
     def command(self) -> list[str]:

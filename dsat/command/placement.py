@@ -46,6 +46,7 @@ class Launch:
         binds_cores: whether each rank is bound to a share of the processor cores.
         core_list: cores to share; empty for all cores of the machine.
         passes_local_rank: whether `--local_rank=N` is added to the arguments.
+        other_args: arguments of other ranks, if they differ from those of the first.
         batch_in_file: whether a file of the command sets the batch sizes; dsat writes a copy of
             this file with the best ones.
         config_is_word: whether the argument of the DeepSpeed configuration is not a path: the
@@ -62,6 +63,7 @@ class Launch:
     binds_cores: bool = False
     core_list: tuple[int, ...] = ()
     passes_local_rank: bool = False
+    other_args: tuple[tuple[str, ...], ...] = ()
     batch_in_file: bool = False
     config_is_word: bool = False
 

@@ -19,7 +19,7 @@ from dsat.values.codec import Recorded
 
 _SPAWNED = "--multiprocessing-fork"
 # Flags that DeepSpeed's launcher and `torch.distributed.launch` put before each rank's arguments.
-_LOCAL_RANK, _DASHED_LOCAL_RANK = "--local_rank", "--local-rank"
+_LOCAL_RANK_FLAGS = _LOCAL_RANK, _DASHED_LOCAL_RANK = "--local_rank", "--local-rank"
 ONE_TRAINING = (
     "Give a command that starts one training, for example: dsat tune torchrun train.py ..."
 )
@@ -35,7 +35,7 @@ _OF_A_START = frozenset(
 )
 _PREFIXES_OF_A_START = tuple(
     "TORCHELASTIC_ OMPI_ OPAL_ ORTE_ PMIX_ PMI_ PRTE_ MPI_ MPIR_ HYDRA_ SLURM_ "
-    "SLURMD_ SRUN_ IPATH_".split()
+    "SLURMD_ SRUN_ IPATH_ PALS_ FLUX_".split()
 )
 
 _THREADS = ("OMP_NUM_THREADS", "1")  # launchers set it unless the user did
@@ -113,27 +113,33 @@ def recognise_program(
 ) -> Entrypoint:
     """Return the program that a command's ranks run; raise UserInputError for several trainings."""
     check_one_training(ranks)
-    first = min(ranks, key=lambda rank: rank.rank)
+    ranks = sorted(ranks, key=lambda rank: rank.rank)
+    first = ranks[0]
     needs_command = _why_only_command(first)
-    program = (
-        _make_seen_program(first)
-        if needs_command
-        else entrypoints.parse_python_words(first.command[1:])
-    )
-    local_rank = f"={first.env.get('LOCAL_RANK', '0')}"
-    passes_local_rank = program.args[:1] == (_LOCAL_RANK + local_rank,)
-    passes_dashed = program.args[:1] == (_DASHED_LOCAL_RANK + local_rank,)
-    if passes_dashed and not needs_command:
-        needs_command = f"the launcher passes {_DASHED_LOCAL_RANK} to each rank"
-    bound = _bound_cores(ranks, cores) if passes_local_rank else ()
+    (program, flag), *others = (_program_of(rank, is_made=bool(needs_command)) for rank in ranks)
+    own, *its = (_difference(rank.env, env) for rank in ranks)
+    if needs_command:
+        pass
+    elif flag == _DASHED_LOCAL_RANK:
+        needs_command = f"the launcher passes {flag} to each rank"
+    elif any(other != (program, flag) for other in others):
+        needs_command = "they have different arguments"
+    elif any(variables != own for variables in its):
+        needs_command = "they have different environment variables"
+    bound = _bound_cores(ranks, cores) if flag == _LOCAL_RANK else ()
     is_mine = (first.prefix, first.version) == (sys.prefix, tuple(sys.version_info[:2]))
     return replace(
         program,
-        args=program.args[1:] if passes_local_rank or passes_dashed else program.args,
         launch=Launch(
-            binds_cores=bool(bound), core_list=bound, passes_local_rank=passes_local_rank
+            binds_cores=bool(bound),
+            core_list=bound,
+            passes_local_rank=flag == _LOCAL_RANK,
+            other_args=tuple(sorted({other.args for other, _ in others} - {program.args})),
         ),
-        env={**_difference(first.env, env), **_chosen_devices(ranks, env)},
+        env={
+            **{n: v for n, v in own.items() if all(each.get(n) == v for each in its)},
+            **_chosen_devices(ranks, env),
+        },
         interpreter="" if is_mine else first.executable,
         slots=first.size,
         started_by=tuple(command),
@@ -142,12 +148,26 @@ def recognise_program(
     )
 
 
+def _program_of(rank: RankStart, *, is_made: bool) -> tuple[Entrypoint, str]:
+    """Return what a rank runs, and the flag with which its launcher passes the rank's number.
+
+    `is_made` says that only the command can start the rank.
+    """
+    program = (
+        _make_seen_program(rank) if is_made else entrypoints.parse_python_words(rank.command[1:])
+    )
+    flag, _, number = program.args[0].partition("=") if program.args else ("", "", "")
+    if flag not in _LOCAL_RANK_FLAGS or number != rank.env.get("LOCAL_RANK", "0"):
+        return program, ""
+    return replace(program, args=program.args[1:]), flag
+
+
 def _bound_cores(ranks: Sequence[RankStart], cores: Collection[int]) -> tuple[int, ...]:
     """Return the cores to which DeepSpeed's launcher bound the ranks, in the order of ranks.
 
     Empty if the launcher bound none: ranks share cores, or a single rank may use all `cores`.
     """
-    bound = [core for rank in sorted(ranks, key=lambda rank: rank.rank) for core in rank.cores]
+    bound = [core for rank in ranks for core in rank.cores]
     is_shared = len(set(bound)) < len(bound)
     return () if is_shared or (len(ranks) == 1 and set(bound) == set(cores)) else tuple(bound)
 

@@ -61,11 +61,11 @@ class _Process:
         if not path.exists():  # the process started with the trial's
             return
         changes = json.loads(path.read_text(encoding="utf-8"))
-        seen, wanted = changes["args"]
         own = sys.argv[1:]
         local_rank = [word for word in own[:1] if word.startswith(_LOCAL_RANK)]
-        if sys.argv[0] in changes["programs"] and own[len(local_rank) :] == seen:
-            sys.argv[1:] = [*local_rank, *wanted]
+        for seen, wanted in changes["args"] if sys.argv[0] in changes["programs"] else ():
+            if own[len(local_rank) :] == seen:
+                sys.argv[1:] = [*local_rank, *wanted]
         seen, wanted = changes["env"]
         if seen.items() <= os.environ.items():
             for name in seen:

@@ -316,6 +316,10 @@ if __name__ == "__main__":
 """
 
 
+# As with `srun bash -c "python train.py --rank $SLURM_PROCID"`.
+EACH = """for rank in 0 1; do
+    RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=2 {0} python3 trains.py {1} &
+done; wait"""
 OLD_LAUNCHER = ["python3", "-m", "torch.distributed.launch", "--nproc_per_node", "2"]
 
 
@@ -327,9 +331,17 @@ OLD_LAUNCHER = ["python3", "-m", "torch.distributed.launch", "--nproc_per_node",
         nightly(["bash", "-c", "python3 - 7 < trains.py"], "not in a file", "", ("7",), 1),
         (["python3", "spawns.py", "fork"], "multiprocessing", "spawns.py", ("fork",), 2),
         nightly(["python3", "spawns.py", "spawn"], "multiprocessing", "spawns.py", ("spawn",), 2),
+        (
+            ["bash", "-c", EACH.format("", "--rank $rank")],
+            "arguments",
+            "trains.py",
+            ("--rank", "0"),
+            2,
+        ),
+        (["bash", "-c", EACH.format("A=$rank", "7")], "variables", "trains.py", ("7",), 2),
         nightly([*OLD_LAUNCHER, "trains.py", "7"], "passes --local-rank", "trains.py", ("7",), 2),
     ],
-    ids=["-c", "stdin", "fork", "spawn", "torch.distributed.launch"],
+    ids=["-c", "stdin", "fork", "spawn", "arguments", "variables", "launch"],
 )
 def test_why_ranks_cannot_be_started_by_themselves(
     command: Sequence[str],
