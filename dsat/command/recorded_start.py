@@ -56,7 +56,9 @@ class RankStart(Recorded):
         prefix: `sys.prefix` of its Python environment.
         command: the interpreter with its options, the program and its arguments.
         argv: `sys.argv` of the process, or of the process that spawned it.
-        env: environment variables at its start; those that choose devices, as it set them later.
+        env: environment variables at its start.
+        env_later: variables that choose devices, if it set them after its start.
+        env_above: variables that choose devices, as the processes that started it had them.
         cores: processor cores that it could use when it began.
         config: the configuration that it passed to `deepspeed.initialize`; None if not recorded.
         config_problem: why `config` cannot be written as JSON; empty if it can.
@@ -71,6 +73,8 @@ class RankStart(Recorded):
     command: tuple[str, ...]
     cwd: str
     env: Mapping[str, str] = field(repr=False)  # may hold credentials
+    env_later: Mapping[str, str] = field(default_factory=dict)
+    env_above: Mapping[str, str] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
     cores: tuple[int, ...] = ()
     config: Mapping[str, Any] | None = None
@@ -217,12 +221,17 @@ def _chosen_devices(ranks: Sequence[RankStart], given: Mapping[str, str]) -> dic
     """Return variables by which the command itself chooses devices.
 
     Variables that a launcher set do not count: each rank has another device, or (with DeepSpeed)
-    devices are numbered from 0.
+    devices are numbered from 0. What the script sets later replaces the choice for a trial, so the
+    devices of all ranks are chosen: trials then run one at a time.
     """
     numbered = ",".join(map(str, range(len(ranks)))) if "CROSS_SIZE" in ranks[0].env else None
     found = {}
     for name in VISIBLE:
         value, *others = {rank.env.get(name) for rank in ranks}
-        if value and not others and value not in (given.get(name), numbered):
+        by_launcher = value == numbered != ranks[0].env_above.get(name)
+        if set_later := [rank.env_later[name] for rank in ranks if rank.env_later.get(name)]:
+            devices = dict.fromkeys(",".join(set_later).split(","))
+            found[name] = ",".join(list(devices)[: len(ranks)])
+        elif value and not others and value != given.get(name) and not by_launcher:
             found[name] = value
     return found
