@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dsat.command import accelerate_env, placement, script_args
+from dsat.command import accelerate_env, placement, script_args, script_source
 from dsat.command import switches as script_switches
 from dsat.command.ds_config import BATCH_KEYS
 from dsat.command.placement import Launch
@@ -45,19 +45,8 @@ _TORCHRUN_SWITCHES = frozenset(
 )
 
 _MICRO_BATCH = BATCH_KEYS[1]
-_HF_PARSER = re.compile(r"\b(?:HfArgumentParser|TrlParser)\(([^)]*)")
-# Classes of transformers and TRL (`SFTConfig`), or subclasses named like them.
-_HF_ARGUMENTS = re.compile(r"\b(?!Model|Data)\w*(?:TrainingArguments|Config)\b")
 _PYTHON = re.compile(r"python(\d+(?:\.\d+)?)?")
 _JOINED_OPTIONS = re.compile(r"(-[bBdOPqsSuvx]+)([cm])")  # of python
-_STARTS_RANKS = re.compile(
-    r"\b(?:mp|multiprocessing)\.spawn\(|^\s*spawn\(|\bstart_processes\(|\b(?:notebook|debug)_launcher\(",
-    re.MULTILINE,
-)
-_READS_ITS_RANK = re.compile(
-    r"""(?:environ\.get|getenv)\(\s*["'](?:LOCAL_)?RANK|["'](?:LOCAL_)?RANK["']\s+in\s"""
-    r"""|environ\[["'](?:LOCAL_)?RANK["']\](?!\s*=[^=])"""
-)
 
 
 class UnknownStart(UserInputError):
@@ -219,23 +208,18 @@ def parses_hf_arguments(program: Entrypoint, model_dir: Path) -> bool:
     has_flags = script_args.looks_like_hf(args) or script_args.value_of(args, "--output_dir")
     if not program.script or not has_flags:
         return False
-    parsers = _HF_PARSER.finditer(_source(model_dir / program.script))
-    return any(_HF_ARGUMENTS.search(parser[1]) for parser in parsers)
+    return script_source.parses_hf_arguments(_source(model_dir / program.script))
 
 
 def starts_its_ranks(command: Sequence[str], model_dir: Path) -> bool:
-    """Return whether a command is a script that spawns its own ranks.
-
-    False for a script that reads its rank from the environment: a launcher starts its ranks.
-    """
+    """Return whether a command is a script that starts its ranks itself."""
     words = list(command)
     take_assignments(words)
     if _PYTHON.fullmatch(Path(words[0]).name):
         _, words = split_interpreter(words[1:])
     if not words[0].endswith(".py"):
         return False
-    source = _source(model_dir / words[0])
-    return bool(_STARTS_RANKS.search(source)) and not _READS_ITS_RANK.search(source)
+    return script_source.starts_ranks(_source(model_dir / words[0]))
 
 
 def parse_python_words(words: Sequence[str]) -> Entrypoint:

@@ -270,6 +270,15 @@ def test_a_flag_that_subcommands_do_not_know_is_added_in_front(before: str, afte
         ("from accelerate import notebook_launcher\nnotebook_launcher(main)", True),
         ("if 'RANK' in os.environ:\n    main()\nelse:\n    mp.spawn(main)", False),
         ("multiprocessing.Process(target=read).start()", False),
+        (
+            "if 'RANK' not in os.environ:\n    os.execvp('torchrun', ['torchrun', *sys.argv])",
+            True,
+        ),
+        ("cmd = ['deepspeed', *sys.argv]\nif not os.getenv('RANK'):\n    Popen(cmd)", True),
+        ("subprocess.run([sys.executable, '-m', 'torch.distributed.run', 'train.py'])", True),
+        ('os.system("accelerate launch train.py")', True),
+        ("subprocess.run(['git', 'log'])\ngroups = ['deepspeed', 'fsdp']", False),
+        ('"""Start me with torchrun."""\nsubprocess.run(["git", "log"])', False),
     ],
 )
 def test_a_script_that_starts_its_ranks_itself_is_known(
