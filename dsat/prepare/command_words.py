@@ -17,6 +17,9 @@ from dsat.errors import UserInputError
 CONFIG_SUFFIXES = (".json", ".hjson")
 # Options of Python that ignore PYTHONPATH or `sitecustomize`, alone or joined with others (-sE).
 _HIDES_THE_HOOK = re.compile("-[^-WXcm]*[IES]")
+# What an installation of DeepSpeed has in an environment, also one from a folder of sources.
+_DEEPSPEED = "lib*/python*/*-packages/deepspeed[-.]*"
+_PYTHON = re.compile(r"python[\d.]*")
 _IN_JOB = "Put `dsat tune` before the training command in the job script."
 _IN_CONTAINER = "Run dsat inside the container."
 # Programs that start a training where dsat does not reach it.
@@ -70,6 +73,37 @@ def make_startable(words: Sequence[str], *, is_known: bool) -> tuple[str, ...]:
     if env:  # as a shell sets them
         command = ["env", *(f"{name}={value}" for name, value in env.items()), *command]
     return tuple(command)
+
+
+def starts_other_python(words: Sequence[str]) -> bool:
+    """Return whether a command starts its script with a Python that dsat should not replace.
+
+    This is the Python of another environment with DeepSpeed, found on PATH or in a script's `#!`
+    line, or another program in that line. A Python without DeepSpeed is not meant: PATH leads to it
+    if the environment of dsat is not active.
+    """
+    command = list(words)
+    path = entrypoints.take_assignments(command).get("PATH")
+    program = command[0]
+    is_script = os.sep in program and program.endswith(".py") and os.access(program, os.X_OK)
+    if is_script:
+        [program, *_] = _interpreter_of(Path(program)) or [sys.executable]
+    if not _PYTHON.fullmatch(Path(program).name):
+        return is_script
+    found = shutil.which(program, path=path)
+    if found is None or os.path.samefile(Path(found).parent, Path(sys.executable).parent):
+        return False
+    return any(Path(found).parents[1].glob(_DEEPSPEED))
+
+
+def _interpreter_of(script: Path) -> list[str]:
+    """Return the words of a script's `#!` line, without `env` and its options."""
+    with open(script, "rb") as file:
+        line = file.readline().decode(errors="replace")
+    words = line.removeprefix("#!").split() if line.startswith("#!") else []
+    if words and Path(words[0]).name == "env":
+        words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
+    return words
 
 
 def _check_reach(command: Sequence[str]) -> None:

@@ -22,7 +22,12 @@ from dsat.engines.own_command import OwnCommand
 from dsat.errors import UserInputError
 from dsat.in_trial.hook import TRIAL_VARIABLE
 from dsat.in_trial.script_api import hparams_of_this_task
-from dsat.prepare.command_words import CONFIG_SUFFIXES, check_options, make_startable
+from dsat.prepare.command_words import (
+    CONFIG_SUFFIXES,
+    check_options,
+    make_startable,
+    starts_other_python,
+)
 from dsat.prepare.target import Target
 from dsat.values import format as fmt
 from dsat.values.parallelism import SEQUENCE_SIZE
@@ -152,7 +157,7 @@ def read(target: Target) -> Source:
     except UnknownStart:
         return _unknown(target)
     check_options(program)
-    if entrypoints.starts_its_ranks(target.command, folder):
+    if entrypoints.starts_its_ranks(command, folder) or starts_other_python(command):
         return _unknown(target)
     program = _mark_word(program, folder)
     config = _config_of_command(target.ds_config, program, folder)
