@@ -206,11 +206,15 @@ def _make_seen_program(first: RankStart) -> Entrypoint:
 
 
 def _difference(has: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a command sets, except variables of launchers and devices."""
+    """Return the variables that a command sets, except variables of launchers and devices.
+
+    Exported functions of bash (`BASH_FUNC_module%%`) are left out: no command can assign them.
+    """
     return {
         name: value
         for name, value in has.items()
-        if given.get(name) != value
+        if name.isidentifier()
+        and given.get(name) != value
         and ((name, value) != _THREADS or name in given)
         and name not in (*_OF_A_START, *VISIBLE)
         and not name.startswith(_PREFIXES_OF_A_START)

@@ -80,13 +80,17 @@ MPI = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
 def test_what_a_command_starts_is_seen(
     command: Sequence[str], script: str, args: tuple[str, ...], slots: int, place: Path
 ) -> None:
-    (place / "run.sh").write_text("set -e\nexport COLOUR=red\npython3 train.py --steps $1\n")
+    (place / "run.sh").write_text(
+        "set -e\nmodule() { :; }\nexport -f module\nexport COLOUR=red\n"
+        "python3 train.py --steps $1\n"
+    )
     (place / "Makefile").write_text("train:\n\tpython3 train.py --steps 3\n\ttouch went_on\n")
     program = seen(place, *command)
     assert program.script.endswith(script) and not program.needs_command
     assert (program.args, program.slots, program.interpreter) == (args, slots, "")
     of_launchers = ("SET_BY_SCRIPT", "SLURM_PROCID", "OMPI_", "TORCHELASTIC_")
     assert not [name for name in program.env if name.startswith(of_launchers)]
+    assert all(map(str.isidentifier, program.env)), "a shell can assign them"
     assert "PYTHONPATH" not in program.env, "what records is no part of the command"
     assert not (place / "went_on").exists(), "the command saw its training fail"
     if "COLOUR=blue" in command:
