@@ -30,7 +30,7 @@ _FORMS = (
     "...], python3 -m determined.launch.torch_distributed ..., deepspeed script.py ..., torchrun "
     "script.py ..., python3 script.py ..."
 )
-_SHELL = re.compile(r"&&|\|\||[|;<>`]|\$\(|\$\{?\w")
+SHELL_SYNTAX = re.compile(r"&&|\|\||[|;<>`]|\$\(|\$\{?\w")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 DEEPSPEED, TORCHRUN = "deepspeed", "torchrun"
@@ -255,7 +255,7 @@ def _program(words: Sequence[str]) -> Entrypoint:
 def _words(entrypoint: str | Sequence[str]) -> list[str]:
     if not isinstance(entrypoint, str):
         return [str(word) for word in entrypoint]
-    if _SHELL.search(entrypoint):
+    if SHELL_SYNTAX.search(entrypoint):
         raise UserInputError(
             f"{entrypoint!r} needs a shell, but dsat starts the ranks without one",
             where=_WHERE,

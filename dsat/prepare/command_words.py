@@ -20,6 +20,9 @@ _HIDES_THE_HOOK = re.compile("-[^-WXcm]*[IES]")
 # What an installation of DeepSpeed has in an environment, also one from a folder of sources.
 _DEEPSPEED = "lib*/python*/*-packages/deepspeed[-.]*"
 _PYTHON = re.compile(r"python[\d.]*")
+_OF_SHELLS = frozenset(
+    "! { ( case cd eval exec export for if pushd set source trap ulimit until while".split()
+)
 _IN_JOB = "Put `dsat tune` before the training command in the job script."
 _IN_CONTAINER = "Run dsat inside the container."
 # Programs that start a training where dsat does not reach it.
@@ -40,6 +43,25 @@ def check_options(program: Entrypoint) -> None:
                 where="entrypoint",
                 hint="Remove this option.",
             )
+
+
+def check_form(words: Sequence[str]) -> None:
+    """Raise UserInputError for a whole command in one word, and for one that only a shell runs."""
+    given = words[0]
+    is_line = len(words) == 1 and len(given.split()) > 1 and not os.path.exists(given)
+    is_syntax = is_line and entrypoints.SHELL_SYNTAX.search(given) is not None
+    if is_syntax or given.partition(" ")[0] in _OF_SHELLS:
+        raise UserInputError(
+            "needs a shell",
+            where=given,
+            hint="Give the whole line to one: dsat tune bash -c '...'.",
+        )
+    if is_line:
+        raise UserInputError(
+            "there is no such command",
+            where=given,
+            hint="Remove the quotes around the whole command.",
+        )
 
 
 def make_startable(words: Sequence[str], *, is_known: bool) -> tuple[str, ...]:
@@ -64,8 +86,6 @@ def make_startable(words: Sequence[str], *, is_known: bool) -> tuple[str, ...]:
         problem, hint = "there is no such command", "Give the command as you type it in a shell."
         if os.path.isfile(given) and not given.endswith(CONFIG_SUFFIXES):
             problem, hint = "is not executable", f"Run chmod +x {shlex.quote(given)}."
-        elif len(given.split()) > 1:
-            hint = "Remove the quotes around the whole command."
         elif given.endswith(CONFIG_SUFFIXES):
             problem = "is a configuration, not a command"
             hint = f"Put the command before it: deepspeed train.py --deepspeed_config {given}"

@@ -24,6 +24,7 @@ from dsat.in_trial.hook import TRIAL_VARIABLE
 from dsat.in_trial.script_api import hparams_of_this_task
 from dsat.prepare.command_words import (
     CONFIG_SUFFIXES,
+    check_form,
     check_options,
     make_startable,
     starts_other_python,
@@ -152,6 +153,7 @@ def read(target: Target) -> Source:
     if command != target.command:
         _log.info("note: dsat runs your command without --autotuning, which dsat replaces")
         target = replace(target, command=command)
+    check_form(command)
     try:
         program = entrypoints.parse(target.command, folder)
     except UnknownStart:
