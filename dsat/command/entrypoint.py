@@ -34,16 +34,6 @@ SHELL_SYNTAX = re.compile(r"&&|\|\||[|;<>`]|\$\(|\$\{?\w")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 DEEPSPEED, TORCHRUN = "deepspeed", "torchrun"
-# Launchers' options without a value; all their other options take one.
-DEEPSPEED_SWITCHES = """
-    --no_ssh --no_ssh_check --module --no_python --no_local_rank --force_multi --elastic_training
-    --bind_cores_to_rank --save_pid --quiet
-""".split()
-_TORCHRUN_SWITCHES = frozenset(
-    "--standalone -m --module --no-python --no_python --run-path --run_path --virtual-local-rank "
-    "--virtual_local_rank --use-env --use_env".split()
-)
-
 _MICRO_BATCH = BATCH_KEYS[1]
 _PYTHON = re.compile(r"python(\d+(?:\.\d+)?)?")
 _JOINED_OPTIONS = re.compile(r"(-[bBdOPqsSuvx]+)([cm])")  # of python
@@ -344,20 +334,22 @@ def _determined(launcher: str, words: list[str]) -> Entrypoint:
 
 
 def _deepspeed(words: list[str]) -> Entrypoint:
-    options, found = _split_launcher(DEEPSPEED, words, frozenset((*DEEPSPEED_SWITCHES, "-q")))
+    options, found = _split_launcher(DEEPSPEED, words)
     slots, launch = placement.read_options(options)
     return replace(found, slots=slots, launch=launch)
 
 
 def _torchrun(words: list[str]) -> Entrypoint:
-    options, found = _split_launcher(TORCHRUN, words, _TORCHRUN_SWITCHES)
+    options, found = _split_launcher(TORCHRUN, words)
     slots, launch = placement.read_torchrun_options(options)
     return replace(found, slots=slots, launch=launch)
 
 
-def _split_launcher(
-    launcher: str, words: list[str], switches: frozenset[str]
-) -> tuple[dict[str, str], Entrypoint]:
+def _split_launcher(launcher: str, words: list[str]) -> tuple[dict[str, str], Entrypoint]:
+    """Split the words after a launcher into its options and the program.
+
+    Raises UnknownStart for options that are joined (`-t3`), abbreviated, or of another version.
+    """
     options: dict[str, str] = {}
     rest = list(words)
     while rest and rest[0].startswith("-"):
@@ -365,7 +357,14 @@ def _split_launcher(
         if word == "--":
             break
         name, equals, value = word.partition("=")
-        if not equals and name not in switches and rest:
+        spelled = name if launcher == DEEPSPEED else f"{name[:2]}{name[2:].replace('_', '-')}"
+        if spelled not in (*placement.SWITCHES[launcher], *placement.VALUED[launcher]):
+            raise UnknownStart(
+                f"{launcher} {word}: dsat does not know this option",
+                where=_WHERE,
+                hint="Write options in full, and their values as words of their own.",
+            )
+        if not equals and spelled in placement.VALUED[launcher] and rest:
             value = rest.pop(0)
         options[name] = value
     if not rest:
