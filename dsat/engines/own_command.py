@@ -203,7 +203,7 @@ class OwnCommand:
             problem = (
                 "your command ended without a call of deepspeed.initialize. Set a DeepSpeed "
                 "configuration in its arguments or its file. Do not start the training in the "
-                "background (&), and do not clear PYTHONPATH, which dsat needs to see the training"
+                "background (&), and do not submit it as a job"
             )
         kept = Path(tempfile.mkdtemp(prefix="dsat-"))
         for name in log_files(0):
