@@ -103,10 +103,11 @@ class _Process:
         return rank.get_rank(self._folder)
 
 
-def _mark_process() -> mmap.mmap:
+def _mark_process() -> None:
     """Map this file into memory: dsat finds it in the maps of the process and of its forks."""
     with open(__file__, "rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    atexit.register(mapped.close)  # another `sitecustomize` may replace this module
 
 
 def _run_hidden_sitecustomize() -> None:
@@ -124,6 +125,6 @@ if __name__ == "sitecustomize":
     sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), SPARE_FOLDER))
     # Another program's Python may be older than dsat supports.
     if TRIAL_VARIABLE in os.environ and sys.version_info >= (3, 10):
-        _MARK = _mark_process()
+        _mark_process()
         _Process(Path(os.environ[TRIAL_VARIABLE])).begin()
     _run_hidden_sitecustomize()

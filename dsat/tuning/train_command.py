@@ -131,7 +131,7 @@ def _base_words(
     if not _ends_with(command, program.args):
         return command if _form_of(program) else None
     command = command[: len(command) - len(program.args)]
-    if program.launch.binds_cores:
+    if program.launch.binds_cores and _is_deepspeed(command):
         options = binding_options(ready.machine, program, config, ready.plan.slots_per_trial)
         command = _bind_cores(command, options)
     return [*command, *args]
@@ -238,12 +238,16 @@ def runs_own_command(program: Entrypoint, slots: int) -> bool:
         return False
     ends_with_args = _ends_with(command, program.args)
     if program.launch.binds_cores:
-        return ends_with_args and Path(command[0]).name == entrypoints.DEEPSPEED
+        return ends_with_args and _is_deepspeed(command)
     return ends_with_args or bool(_form_of(program))
 
 
 def _started_in(program: Entrypoint) -> Path:
     return Path(program.started_in or Path.cwd())
+
+
+def _is_deepspeed(command: Sequence[str]) -> bool:
+    return Path(command[0]).name == entrypoints.DEEPSPEED
 
 
 def _ends_with(command: Sequence[str], args: tuple[str, ...]) -> bool:
