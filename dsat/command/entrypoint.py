@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dsat.command import accelerate_env, placement, script_args
+from dsat.command import accelerate_env, placement, script_args, script_source
 from dsat.command import switches as script_switches
 from dsat.command.ds_config import BATCH_KEYS
 from dsat.command.placement import Launch
@@ -30,34 +30,13 @@ _FORMS = (
     "...], python3 -m determined.launch.torch_distributed ..., deepspeed script.py ..., torchrun "
     "script.py ..., python3 script.py ..."
 )
-_SHELL = re.compile(r"&&|\|\||[|;<>`]|\$\(|\$\{?\w")
+SHELL_SYNTAX = re.compile(r"&&|\|\||[|;<>`]|\$\(|\$\{?\w")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 DEEPSPEED, TORCHRUN = "deepspeed", "torchrun"
-# Launchers' options without a value; all their other options take one.
-DEEPSPEED_SWITCHES = """
-    --no_ssh --no_ssh_check --module --no_python --no_local_rank --force_multi --elastic_training
-    --bind_cores_to_rank --save_pid --quiet
-""".split()
-_TORCHRUN_SWITCHES = frozenset(
-    "--standalone -m --module --no-python --no_python --run-path --run_path --virtual-local-rank "
-    "--virtual_local_rank --use-env --use_env".split()
-)
-
 _MICRO_BATCH = BATCH_KEYS[1]
-_HF_PARSER = re.compile(r"\b(?:HfArgumentParser|TrlParser)\(([^)]*)")
-# Classes of transformers and TRL (`SFTConfig`), or subclasses named like them.
-_HF_ARGUMENTS = re.compile(r"\b(?!Model|Data)\w*(?:TrainingArguments|Config)\b")
 _PYTHON = re.compile(r"python(\d+(?:\.\d+)?)?")
 _JOINED_OPTIONS = re.compile(r"(-[bBdOPqsSuvx]+)([cm])")  # of python
-_STARTS_RANKS = re.compile(
-    r"\b(?:mp|multiprocessing)\.spawn\(|^\s*spawn\(|\bstart_processes\(|\b(?:notebook|debug)_launcher\(",
-    re.MULTILINE,
-)
-_READS_ITS_RANK = re.compile(
-    r"""(?:environ\.get|getenv)\(\s*["'](?:LOCAL_)?RANK|["'](?:LOCAL_)?RANK["']\s+in\s"""
-    r"""|environ\[["'](?:LOCAL_)?RANK["']\](?!\s*=[^=])"""
-)
 
 
 class UnknownStart(UserInputError):
@@ -125,26 +104,29 @@ class Entrypoint(Recorded):
         `batch_flag` is a further flag that gets the micro batch; empty for none. If it is missing,
         it is added at the end, or in front with `flag_leads`.
         """
-        args = script_args.adapt_to_trial(
-            self.args
-            if self.launch.config_is_word
-            else script_args.replace_config(self.args, path, self.config_word),
-            config,
-            switches,
-            arg_mappings,
-            add=self.takes_hf_flags,
-        )
-        if flag_leads and script_args.value_of(args, batch_flag) is None:
-            args = (batch_flag, str(config[_MICRO_BATCH]), *args)
-        if batch_flag:
-            args = script_args.rewrite(args, config, {_MICRO_BATCH: batch_flag}, add=True)
+
+        def adapt(own: Sequence[str]) -> tuple[str, ...]:
+            if not self.launch.config_is_word:
+                own = script_args.replace_config(own, path, self.config_word)
+            add = self.takes_hf_flags
+            args = script_args.adapt_to_trial(own, config, switches, arg_mappings, add=add)
+            if flag_leads and script_args.value_of(args, batch_flag) is None:
+                args = (batch_flag, str(config[_MICRO_BATCH]), *args)
+            if batch_flag:
+                args = script_args.rewrite(args, config, {_MICRO_BATCH: batch_flag}, add=True)
+            return args
+
         env = {**self.env, **script_switches.variables(switches)}
         binds = self.launch.binds_cores or switches.get(script_switches.BIND_CORES) is True
         return replace(
             self,
-            args=args,
+            args=adapt(self.args),
             env=accelerate_env.use_config(env, path, config),
-            launch=replace(self.launch, binds_cores=binds),
+            launch=replace(
+                self.launch,
+                binds_cores=binds,
+                other_args=tuple(map(adapt, self.launch.other_args)),
+            ),
         )
 
     def command(self) -> list[str]:
@@ -216,23 +198,18 @@ def parses_hf_arguments(program: Entrypoint, model_dir: Path) -> bool:
     has_flags = script_args.looks_like_hf(args) or script_args.value_of(args, "--output_dir")
     if not program.script or not has_flags:
         return False
-    parsers = _HF_PARSER.finditer(_source(model_dir / program.script))
-    return any(_HF_ARGUMENTS.search(parser[1]) for parser in parsers)
+    return script_source.parses_hf_arguments(_source(model_dir / program.script))
 
 
 def starts_its_ranks(command: Sequence[str], model_dir: Path) -> bool:
-    """Return whether a command is a script that spawns its own ranks.
-
-    False for a script that reads its rank from the environment: a launcher starts its ranks.
-    """
+    """Return whether a command is a script that starts its ranks itself."""
     words = list(command)
     take_assignments(words)
     if _PYTHON.fullmatch(Path(words[0]).name):
         _, words = split_interpreter(words[1:])
     if not words[0].endswith(".py"):
         return False
-    source = _source(model_dir / words[0])
-    return bool(_STARTS_RANKS.search(source)) and not _READS_ITS_RANK.search(source)
+    return script_source.starts_ranks(_source(model_dir / words[0]))
 
 
 def parse_python_words(words: Sequence[str]) -> Entrypoint:
@@ -268,7 +245,7 @@ def _program(words: Sequence[str]) -> Entrypoint:
 def _words(entrypoint: str | Sequence[str]) -> list[str]:
     if not isinstance(entrypoint, str):
         return [str(word) for word in entrypoint]
-    if _SHELL.search(entrypoint):
+    if SHELL_SYNTAX.search(entrypoint):
         raise UserInputError(
             f"{entrypoint!r} needs a shell, but dsat starts the ranks without one",
             where=_WHERE,
@@ -357,20 +334,22 @@ def _determined(launcher: str, words: list[str]) -> Entrypoint:
 
 
 def _deepspeed(words: list[str]) -> Entrypoint:
-    options, found = _split_launcher(DEEPSPEED, words, frozenset((*DEEPSPEED_SWITCHES, "-q")))
+    options, found = _split_launcher(DEEPSPEED, words)
     slots, launch = placement.read_options(options)
     return replace(found, slots=slots, launch=launch)
 
 
 def _torchrun(words: list[str]) -> Entrypoint:
-    options, found = _split_launcher(TORCHRUN, words, _TORCHRUN_SWITCHES)
+    options, found = _split_launcher(TORCHRUN, words)
     slots, launch = placement.read_torchrun_options(options)
     return replace(found, slots=slots, launch=launch)
 
 
-def _split_launcher(
-    launcher: str, words: list[str], switches: frozenset[str]
-) -> tuple[dict[str, str], Entrypoint]:
+def _split_launcher(launcher: str, words: list[str]) -> tuple[dict[str, str], Entrypoint]:
+    """Split the words after a launcher into its options and the program.
+
+    Raises UnknownStart for options that are joined (`-t3`), abbreviated, or of another version.
+    """
     options: dict[str, str] = {}
     rest = list(words)
     while rest and rest[0].startswith("-"):
@@ -378,7 +357,14 @@ def _split_launcher(
         if word == "--":
             break
         name, equals, value = word.partition("=")
-        if not equals and name not in switches and rest:
+        spelled = name if launcher == DEEPSPEED else f"{name[:2]}{name[2:].replace('_', '-')}"
+        if spelled not in (*placement.SWITCHES[launcher], *placement.VALUED[launcher]):
+            raise UnknownStart(
+                f"{launcher} {word}: dsat does not know this option",
+                where=_WHERE,
+                hint="Write options in full, and their values as words of their own.",
+            )
+        if not equals and spelled in placement.VALUED[launcher] and rest:
             value = rest.pop(0)
         options[name] = value
     if not rest:

@@ -1,4 +1,4 @@
-"""Hostfiles, and launchers' options that choose machines, devices and cores.
+"""Launchers' options, above all those that choose machines, devices and cores, and hostfiles.
 
 The rules are those of deepspeed/launcher/runner.py (0.19.8, `parse_resource_filter`).
 """
@@ -20,6 +20,32 @@ from dsat.values.files import home
 _log = logging.getLogger(__name__)
 # Variables that choose NVIDIA's and AMD's devices.
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+# Options of launchers without a value, and with one. torchrun also accepts underscores.
+SWITCHES = {
+    "deepspeed": """
+        --no_ssh --no_ssh_check --module --no_python --no_local_rank --force_multi
+        --elastic_training --bind_cores_to_rank --save_pid --quiet -q
+    """.split(),
+    "torchrun": """
+        --standalone -m --module --no-python --run-path --virtual-local-rank --use-env
+    """.split(),
+}
+VALUED = {
+    "deepspeed": """
+        -H --hostfile -i --include -e --exclude --num_nodes --num_gpus --num_accelerators
+        --master_port --master_addr --node_rank --launcher --launcher_args --enable_each_rank_log
+        --autotuning --bind_core_list --ssh_port --venv_script --log_level --min_elastic_nodes
+        --max_elastic_nodes
+    """.split(),
+    "torchrun": """
+        --nnodes --nproc-per-node --node-rank --master-addr --master-port --local-addr
+        --rdzv-backend --rdzv-endpoint --rdzv-id --rdzv-conf --max-restarts --monitor-interval
+        --start-method --event-log-handler --role --log-dir -r --redirects -t --tee
+        --log-line-prefix-template --local-ranks-filter --duplicate-stdout-filters
+        --duplicate-stderr-filters --logs-specs --numa-binding --signals-to-handle
+        --shutdown-timeout
+    """.split(),
+}
 _HOSTFILE = "/job/hostfile"  # DeepSpeed's default
 _WHERE = "entrypoint"
 _COUNT = re.compile("[0-9]{1,5}")
@@ -46,6 +72,7 @@ class Launch:
         binds_cores: whether each rank is bound to a share of the processor cores.
         core_list: cores to share; empty for all cores of the machine.
         passes_local_rank: whether `--local_rank=N` is added to the arguments.
+        other_args: arguments of other ranks, if they differ from those of the first.
         batch_in_file: whether a file of the command sets the batch sizes; dsat writes a copy of
             this file with the best ones.
         config_is_word: whether the argument of the DeepSpeed configuration is not a path: the
@@ -62,6 +89,7 @@ class Launch:
     binds_cores: bool = False
     core_list: tuple[int, ...] = ()
     passes_local_rank: bool = False
+    other_args: tuple[tuple[str, ...], ...] = ()
     batch_in_file: bool = False
     config_is_word: bool = False
 

@@ -19,7 +19,7 @@ from dsat.values.codec import Recorded
 
 _SPAWNED = "--multiprocessing-fork"
 # Flags that DeepSpeed's launcher and `torch.distributed.launch` put before each rank's arguments.
-_LOCAL_RANK, _DASHED_LOCAL_RANK = "--local_rank", "--local-rank"
+_LOCAL_RANK_FLAGS = _LOCAL_RANK, _DASHED_LOCAL_RANK = "--local_rank", "--local-rank"
 ONE_TRAINING = (
     "Give a command that starts one training, for example: dsat tune torchrun train.py ..."
 )
@@ -31,11 +31,12 @@ _OF_A_START = frozenset(
     ROLE_NAME ROLE_WORLD_SIZE CROSS_RANK CROSS_SIZE MASTER_ADDR MASTER_PORT NODE_RANK
     PWD OLDPWD SHLVL _ MAKEFLAGS MAKELEVEL MAKE_TERMOUT MAKE_TERMERR MFLAGS HYDI_CONTROL_FD
     NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_ASYNC_ERROR_HANDLING PYTORCH_NVML_BASED_CUDA_CHECK
+    GPU_DEVICE_ORDINAL ZE_AFFINITY_MASK
     """.split()
 )
 _PREFIXES_OF_A_START = tuple(
     "TORCHELASTIC_ OMPI_ OPAL_ ORTE_ PMIX_ PMI_ PRTE_ MPI_ MPIR_ HYDRA_ SLURM_ "
-    "SLURMD_ SRUN_ IPATH_".split()
+    "SLURMD_ SRUN_ IPATH_ PALS_ FLUX_".split()
 )
 
 _THREADS = ("OMP_NUM_THREADS", "1")  # launchers set it unless the user did
@@ -56,7 +57,9 @@ class RankStart(Recorded):
         prefix: `sys.prefix` of its Python environment.
         command: the interpreter with its options, the program and its arguments.
         argv: `sys.argv` of the process, or of the process that spawned it.
-        env: environment variables at its start; those that choose devices, as it set them later.
+        env: environment variables at its start.
+        env_later: variables that choose devices, if it set them after its start.
+        env_above: variables that choose devices, as the processes that started it had them.
         cores: processor cores that it could use when it began.
         config: the configuration that it passed to `deepspeed.initialize`; None if not recorded.
         config_problem: why `config` cannot be written as JSON; empty if it can.
@@ -71,6 +74,8 @@ class RankStart(Recorded):
     command: tuple[str, ...]
     cwd: str
     env: Mapping[str, str] = field(repr=False)  # may hold credentials
+    env_later: Mapping[str, str] = field(default_factory=dict)
+    env_above: Mapping[str, str] = field(default_factory=dict)
     argv: tuple[str, ...] = ()
     cores: tuple[int, ...] = ()
     config: Mapping[str, Any] | None = None
@@ -113,27 +118,33 @@ def recognise_program(
 ) -> Entrypoint:
     """Return the program that a command's ranks run; raise UserInputError for several trainings."""
     check_one_training(ranks)
-    first = min(ranks, key=lambda rank: rank.rank)
+    ranks = sorted(ranks, key=lambda rank: rank.rank)
+    first = ranks[0]
     needs_command = _why_only_command(first)
-    program = (
-        _make_seen_program(first)
-        if needs_command
-        else entrypoints.parse_python_words(first.command[1:])
-    )
-    local_rank = f"={first.env.get('LOCAL_RANK', '0')}"
-    passes_local_rank = program.args[:1] == (_LOCAL_RANK + local_rank,)
-    passes_dashed = program.args[:1] == (_DASHED_LOCAL_RANK + local_rank,)
-    if passes_dashed and not needs_command:
-        needs_command = f"the launcher passes {_DASHED_LOCAL_RANK} to each rank"
-    bound = _bound_cores(ranks, cores) if passes_local_rank else ()
+    (program, flag), *others = (_program_of(rank, is_made=bool(needs_command)) for rank in ranks)
+    own, *its = (_difference(rank.env, env) for rank in ranks)
+    if needs_command:
+        pass
+    elif flag == _DASHED_LOCAL_RANK:
+        needs_command = f"the launcher passes {flag} to each rank"
+    elif any(other != (program, flag) for other in others):
+        needs_command = "they have different arguments"
+    elif any(variables != own for variables in its):
+        needs_command = "they have different environment variables"
+    bound = _bound_cores(ranks, cores) if flag == _LOCAL_RANK else ()
     is_mine = (first.prefix, first.version) == (sys.prefix, tuple(sys.version_info[:2]))
     return replace(
         program,
-        args=program.args[1:] if passes_local_rank or passes_dashed else program.args,
         launch=Launch(
-            binds_cores=bool(bound), core_list=bound, passes_local_rank=passes_local_rank
+            binds_cores=bool(bound),
+            core_list=bound,
+            passes_local_rank=flag == _LOCAL_RANK,
+            other_args=tuple(sorted({other.args for other, _ in others} - {program.args})),
         ),
-        env={**_difference(first.env, env), **_chosen_devices(ranks, env)},
+        env={
+            **{n: v for n, v in own.items() if all(each.get(n) == v for each in its)},
+            **_chosen_devices(ranks, env),
+        },
         interpreter="" if is_mine else first.executable,
         slots=first.size,
         started_by=tuple(command),
@@ -142,12 +153,26 @@ def recognise_program(
     )
 
 
+def _program_of(rank: RankStart, *, is_made: bool) -> tuple[Entrypoint, str]:
+    """Return what a rank runs, and the flag with which its launcher passes the rank's number.
+
+    `is_made` says that only the command can start the rank.
+    """
+    program = (
+        _make_seen_program(rank) if is_made else entrypoints.parse_python_words(rank.command[1:])
+    )
+    flag, _, number = program.args[0].partition("=") if program.args else ("", "", "")
+    if flag not in _LOCAL_RANK_FLAGS or number != rank.env.get("LOCAL_RANK", "0"):
+        return program, ""
+    return replace(program, args=program.args[1:]), flag
+
+
 def _bound_cores(ranks: Sequence[RankStart], cores: Collection[int]) -> tuple[int, ...]:
     """Return the cores to which DeepSpeed's launcher bound the ranks, in the order of ranks.
 
     Empty if the launcher bound none: ranks share cores, or a single rank may use all `cores`.
     """
-    bound = [core for rank in sorted(ranks, key=lambda rank: rank.rank) for core in rank.cores]
+    bound = [core for rank in ranks for core in rank.cores]
     is_shared = len(set(bound)) < len(bound)
     return () if is_shared or (len(ranks) == 1 and set(bound) == set(cores)) else tuple(bound)
 
@@ -182,11 +207,15 @@ def _make_seen_program(first: RankStart) -> Entrypoint:
 
 
 def _difference(has: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that a command sets, except variables of launchers and devices."""
+    """Return the variables that a command sets, except variables of launchers and devices.
+
+    Exported functions of bash (`BASH_FUNC_module%%`) are left out: no command can assign them.
+    """
     return {
         name: value
         for name, value in has.items()
-        if given.get(name) != value
+        if name.isidentifier()
+        and given.get(name) != value
         and ((name, value) != _THREADS or name in given)
         and name not in (*_OF_A_START, *VISIBLE)
         and not name.startswith(_PREFIXES_OF_A_START)
@@ -197,12 +226,17 @@ def _chosen_devices(ranks: Sequence[RankStart], given: Mapping[str, str]) -> dic
     """Return variables by which the command itself chooses devices.
 
     Variables that a launcher set do not count: each rank has another device, or (with DeepSpeed)
-    devices are numbered from 0.
+    devices are numbered from 0. What the script sets later replaces the choice for a trial, so the
+    devices of all ranks are chosen: trials then run one at a time.
     """
     numbered = ",".join(map(str, range(len(ranks)))) if "CROSS_SIZE" in ranks[0].env else None
     found = {}
     for name in VISIBLE:
         value, *others = {rank.env.get(name) for rank in ranks}
-        if value and not others and value not in (given.get(name), numbered):
+        by_launcher = value == numbered != ranks[0].env_above.get(name)
+        if set_later := [rank.env_later[name] for rank in ranks if rank.env_later.get(name)]:
+            devices = dict.fromkeys(",".join(set_later).split(","))
+            found[name] = ",".join(list(devices)[: len(ranks)])
+        elif value and not others and value != given.get(name) and not by_launcher:
             found[name] = value
     return found

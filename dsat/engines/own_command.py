@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
-import os
 import shlex
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ from dsat.engines.supervisors import LOST, Supervisors
 from dsat.engines.trial_folder import log_files, read_end, remove_hook
 from dsat.errors import DsatError, EngineError, ScriptFailed, UserInputError
 from dsat.in_trial import start_record
-from dsat.in_trial.hook import HOOK_FOLDER, RANK_VARIABLE, TRIAL_VARIABLE
+from dsat.in_trial.hook import HOOK_FOLDER, RUN_VARIABLE, TRIAL_VARIABLE
 from dsat.in_trial.rank_files import CONFIG_FILE, RECORDS_FOLDER, SEVERAL_NODES_FILE
 from dsat.values import host_limits
 from dsat.values.files import remove, write_atomically
@@ -204,7 +202,7 @@ class OwnCommand:
             problem = (
                 "your command ended without a call of deepspeed.initialize. Set a DeepSpeed "
                 "configuration in its arguments or its file. Do not start the training in the "
-                "background (&), and do not clear PYTHONPATH, which dsat needs to see the training"
+                "background (&), and do not submit it as a job"
             )
         kept = Path(tempfile.mkdtemp(prefix="dsat-"))
         for name in log_files(0):
@@ -225,38 +223,52 @@ class OwnCommand:
             )
 
     def _check_hook(self) -> None:
-        """Raise UserInputError if a process with torch and a socket lacks dsat's hook.
+        """Raise UserInputError if a process of the command with torch and a socket lacks the hook.
 
-        Such a process would train unmeasured, and overwrite checkpoints. Processes that a rank
-        starts do not train. Other processes that prepare data open no socket.
+        Such a process would train unmeasured, and overwrite checkpoints. Other processes that
+        prepare data open no socket.
         """
         if time.monotonic() < self._checks_hook_s:
             return
         self._checks_hook_s = time.monotonic() + _CHECK_S
-        hook = str(self.folder / HOOK_FOLDER)
-        for process in psutil.Process().children(recursive=True):
+        hook = self.folder / HOOK_FOLDER
+        for process in self._processes():
             with contextlib.suppress(psutil.Error, OSError):
-                env = process.environ()
-                if env.get(TRIAL_VARIABLE) != str(self.folder) or hook in env.get("PYTHONPATH", ""):
-                    continue
                 maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+                is_hooked = f"/{hook.parent.name}/{hook.name}/" in maps
                 # psutil 6 renamed the method.
                 connections = getattr(process, "net_connections", None) or process.connections
-                has_socket = "/libtorch_python" in maps and connections("inet")
-                if has_socket and not _is_below_rank(process):
+                if "/libtorch_python" in maps and not is_hooked and connections("inet"):
+                    problem, hint = _why_hidden(process.environ(), str(hook))
                     command = shlex.join(process.cmdline()[:3])
                     raise UserInputError(
-                        f"replaces PYTHONPATH for `{command}`, so dsat can neither measure that "
-                        "training nor protect your files",
+                        f"{problem} `{command}`, so dsat can neither measure that training nor "
+                        "protect your files",
                         where="command",
-                        hint="Keep the old entries, as in export PYTHONPATH=src:$PYTHONPATH.",
+                        hint=hint,
                     )
+
+    def _processes(self) -> Iterator[psutil.Process]:
+        """Yield the processes below the supervisor: the command and all that it started."""
+        for supervisor in psutil.Process().children():
+            with contextlib.suppress(psutil.Error):
+                if supervisor.environ().get(RUN_VARIABLE) == str(self.folder):
+                    yield from supervisor.children(recursive=True)
 
     def _record_files(self) -> list[Path]:
         return sorted(self._records.glob(f"{start_record.RECORD_PREFIX}*.json"))
 
 
-def _is_below_rank(process: psutil.Process) -> bool:
-    """Return whether a process descends from a rank that dsat started."""
-    own = itertools.takewhile(lambda parent: parent.pid != os.getpid(), process.parents())
-    return any(RANK_VARIABLE in each.environ() for each in own)
+def _why_hidden(env: Mapping[str, str], hook: str) -> tuple[str, str]:
+    """Return how a process with these variables came to lack the hook, and what to do."""
+    if TRIAL_VARIABLE not in env:
+        return (
+            "clears the environment of",
+            "Pass all variables on, for example without `env -i` and --cleanenv.",
+        )
+    if hook not in env.get("PYTHONPATH", ""):
+        return (
+            "replaces PYTHONPATH for",
+            "Keep the old entries, as in export PYTHONPATH=src:$PYTHONPATH.",
+        )
+    return "hides dsat from", "Start it with Python 3.10 or newer, without -E, -I and -S."

@@ -236,15 +236,16 @@ class _Plan:
     def changes(self) -> dict[str, Any]:
         """Return arguments and variables that the hook changes in the user's command.
 
-        `args` and `env` are pairs: the user's values and the trial's.
+        `env` is a pair: the user's values and the trial's. `args` lists such pairs of ranks.
         """
         before, wanted = self.builder.program, self.program
+        args = ([program.args, *program.launch.other_args] for program in (before, wanted))
         names = [n for n, value in before.env.items() if wanted.env.get(n) != value]
         changed = {n: value for n, value in wanted.env.items() if before.env.get(n) != value}
         unnamed = ["-m"] if before.module else ["-c", "-", ""]
         return {
             "programs": [before.script] if before.script else unnamed,
-            "args": [list(before.args), list(wanted.args)],
+            "args": list(zip(*args, strict=True)),
             "env": [{name: before.env[name] for name in names}, changed],
         }
 

@@ -13,6 +13,7 @@ import atexit
 import importlib.machinery
 import importlib.util
 import json
+import mmap
 import os
 import sys
 from pathlib import Path
@@ -54,11 +55,11 @@ def _change_arguments(path: Path) -> None:
     if not path.exists():  # the process started with the trial's
         return
     changes = json.loads(path.read_text(encoding="utf-8"))
-    seen, wanted = changes["args"]
     own = sys.argv[1:]
     local_rank = [word for word in own[:1] if word.startswith(_LOCAL_RANK)]
-    if sys.argv[0] in changes["programs"] and own[len(local_rank) :] == seen:
-        sys.argv[1:] = [*local_rank, *wanted]
+    for seen, wanted in changes["args"] if sys.argv[0] in changes["programs"] else ():
+        if own[len(local_rank) :] == seen:
+            sys.argv[1:] = [*local_rank, *wanted]
     seen, wanted = changes["env"]
     if seen.items() <= os.environ.items():
         for name in seen:
@@ -95,6 +96,14 @@ def _watch(folder: Path, start: dict[str, Any], *, is_rank: bool) -> None:
         wrapt.register_post_import_hook(prepare, name)
 
 
+def _mark_process() -> None:
+    """Map this file into memory: dsat finds it in the maps of the process and of its forks."""
+    with open(__file__, "rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    # Until the process has ended, also if another `sitecustomize` replaces this module.
+    sys.__dict__["dsat_hook"] = mapped
+
+
 def _run_hidden_sitecustomize() -> None:
     """Run the environment's own `sitecustomize`, which this file hides."""
     own = os.path.dirname(os.path.abspath(__file__))
@@ -110,5 +119,6 @@ if __name__ == "sitecustomize":
     sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), SPARE_FOLDER))
     # Another program's Python may be older than dsat supports.
     if TRIAL_VARIABLE in os.environ and sys.version_info >= (3, 10):
+        _mark_process()
         _begin(Path(os.environ[TRIAL_VARIABLE]))
     _run_hidden_sitecustomize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -63,6 +64,7 @@ def _describe_process(
     rank, size = rank_and_size()
     # A script may choose its devices itself, before it imports torch.
     chosen = {name: os.environ[name] for name in VISIBLE if name in os.environ}
+    changed = chosen.items() - start["env"].items()
     record = {
         "rank": rank,
         "size": size,
@@ -75,13 +77,30 @@ def _describe_process(
         "argv": list(sys.argv) if _SPAWNED in start["argv"] else start["argv"],
         "cwd": start["cwd"],
         "cores": start["cores"],
-        "env": {**drop_hook(folder, start["env"], start["cwd"]), **chosen},
+        "env": drop_hook(folder, start["env"], start["cwd"]),
+        "env_later": dict(changed),
+        "env_above": _devices_above(),
     }
     try:
         record["config"] = json.loads(json.dumps(_drop_infinities(config), allow_nan=False))
     except (TypeError, ValueError) as error:
         record["config_problem"] = str(error)
     return record
+
+
+def _devices_above() -> dict[str, str]:
+    """Return variables that choose devices, as the nearest process above had them at its start.
+
+    DeepSpeed's launcher removes them before it starts the ranks.
+    """
+    import psutil
+
+    found: dict[str, str] = {}
+    with contextlib.suppress(psutil.Error):
+        for process in psutil.Process().parents():
+            env = process.environ()
+            found = {name: env[name] for name in VISIBLE if name in env} | found
+    return found
 
 
 def drop_hook(folder: Path, env: Mapping[str, str], cwd: str) -> dict[str, str]:

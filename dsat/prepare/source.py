@@ -6,8 +6,6 @@ import contextlib
 import logging
 import os
 import shlex
-import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +22,13 @@ from dsat.engines.own_command import OwnCommand
 from dsat.errors import UserInputError
 from dsat.in_trial.hook import TRIAL_VARIABLE
 from dsat.in_trial.script_api import hparams_of_this_task
+from dsat.prepare.command_words import (
+    CONFIG_SUFFIXES,
+    check_form,
+    check_options,
+    make_startable,
+    starts_other_python,
+)
 from dsat.prepare.target import Target
 from dsat.values import format as fmt
 from dsat.values.parallelism import SEQUENCE_SIZE
@@ -33,8 +38,6 @@ _log = logging.getLogger(__name__)
 # What only a run of the command may show: the program and the configuration of its ranks, or only
 # the configuration, if the script makes it.
 PROGRAM, CONFIG = "program", "configuration"
-_SUFFIXES = (".json", ".hjson")  # of a configuration's file
-_HIDE_THE_HOOK = frozenset(("-I", "-E", "-S"))
 
 
 @dataclass(frozen=True)
@@ -143,38 +146,28 @@ def read(target: Target) -> Source:
     if not target.command:
         experiment = read_experiment(target)
         program = entrypoints.parse(experiment.entrypoint, experiment.model_dir)
-        _check_options(program)
+        check_options(program)
         check_config_path(experiment, program)
         return Source(experiment, program)
     folder, command = Path.cwd(), tuple(entrypoints.drop_autotuning(target.command))
     if command != target.command:
         _log.info("note: dsat runs your command without --autotuning, which dsat replaces")
         target = replace(target, command=command)
+    check_form(command)
     try:
         program = entrypoints.parse(target.command, folder)
     except UnknownStart:
         return _unknown(target)
-    _check_options(program)
-    if entrypoints.starts_its_ranks(target.command, folder):
+    check_options(program)
+    if entrypoints.starts_its_ranks(command, folder) or starts_other_python(command):
         return _unknown(target)
     program = _mark_word(program, folder)
     config = _config_of_command(target.ds_config, program, folder)
     experiment = experiments.make_experiment(target.command, _name(program), folder, config or {})
     unknown = CONFIG if config is None and not program.trial_class else ""
-    program = replace(program, started_by=_command_of(target, is_known=True))
+    program = replace(program, started_by=make_startable(target.command, is_known=True))
     given = None if program.config_path is not None else target.ds_config
     return Source(experiment, program, unknown, given)
-
-
-def _check_options(program: Entrypoint) -> None:
-    """Raise UserInputError if options of the interpreter hide dsat from the script."""
-    hiding = _HIDE_THE_HOOK.intersection(program.python_options)
-    if hiding:
-        raise UserInputError(
-            f"{min(hiding)} hides dsat from the script's Python, so trials cannot be measured",
-            where="entrypoint",
-            hint="Remove this option.",
-        )
 
 
 def refuse_in_trial() -> None:
@@ -226,7 +219,7 @@ def _mark_word(program: Entrypoint, folder: Path) -> Entrypoint:
         return program
     # A script may look for the file in its own folder.
     is_beside = os.path.isfile(folder / Path(program.script).parent / named)
-    is_word = (is_beside or not named.endswith(_SUFFIXES)) and named[0] != "/"
+    is_word = (is_beside or not named.endswith(CONFIG_SUFFIXES)) and named[0] != "/"
     return replace(program, launch=replace(program.launch, config_is_word=is_word))
 
 
@@ -251,42 +244,10 @@ def _config_of_command(given: Path | None, program: Entrypoint, folder: Path) ->
 
 
 def _unknown(target: Target) -> Source:
-    command = _command_of(target, is_known=False)
+    command = make_startable(target.command, is_known=False)
     program = Entrypoint(started_by=command)
     experiment = experiments.make_experiment(target.command, Path(command[0]).name, Path.cwd(), {})
     return Source(experiment, program, PROGRAM, target.ds_config)
-
-
-def _command_of(target: Target, *, is_known: bool) -> tuple[str, ...]:
-    """Return the target's command in a form that can be started; a `.py` file gets a Python.
-
-    `is_known` says whether dsat recognised the command's form.
-
-    Raises:
-        UserInputError: the command's program does not exist.
-    """
-    command = list(target.command)
-    env = entrypoints.take_assignments(command)
-    given = command[0]
-    if is_known and command[0].endswith(".py"):
-        command = [sys.executable, *command]
-    elif is_known and command[0].startswith("python"):  # of dsat's own environment
-        command = [sys.executable, *command[1:]]
-    elif shutil.which(command[0]) is None:
-        command = [str(Path(sys.executable).parent / command[0]), *command[1:]]
-    if shutil.which(command[0]) is None:
-        problem, hint = "there is no such command", "Give the command as you type it in a shell."
-        if os.path.isfile(given) and not given.endswith(_SUFFIXES):
-            problem, hint = "is not executable", f"Run chmod +x {shlex.quote(given)}."
-        elif len(given.split()) > 1:
-            hint = "Remove the quotes around the whole command."
-        elif given.endswith(_SUFFIXES):
-            problem = "is a configuration, not a command"
-            hint = f"Put the command before it: deepspeed train.py --deepspeed_config {given}"
-        raise UserInputError(problem, where=given, hint=hint)
-    if env:  # as a shell sets them
-        command = ["env", *(f"{name}={value}" for name, value in env.items()), *command]
-    return tuple(command)
 
 
 def _make_from_start(source: Source, ranks: Sequence[RankStart], program: Entrypoint) -> Source:
@@ -329,7 +290,8 @@ def _find_config(args: Sequence[str], folder: Path, passed: Mapping[str, Any]) -
     used = ds_config.flat(passed)
     for word in args:
         path = folder / script_args.path_in(word)
-        if path.suffix in _SUFFIXES and os.path.isfile(path):  # False for names that are too long
+        # `isfile` is False for names that are too long.
+        if path.suffix in CONFIG_SUFFIXES and os.path.isfile(path):
             with contextlib.suppress(UserInputError):
                 own = ds_config.flat(ds_config.read(path))
                 if own and all(

@@ -268,6 +268,8 @@ def _choose_slots(
     slots = source.slots_per_trial(settings.slots, available)
     chosen = hosts_of.extend_slots(hosts, slots)
     _check_slots(settings, chosen, slots)
+    if program.launch.takes_all and slots == available and not hosts[0].machine.left_out:
+        program = replace(program, slots=slots)  # the command itself starts as many
     mappings = _check_mappings(settings, program)
     experiment = replace(source.experiment, arg_mappings=mappings)
     return replace(source, experiment=experiment, program=program), chosen, slots

@@ -129,9 +129,25 @@ def _base_words(
     if not runs_own_command(program, ready.plan.slots_per_trial):
         return [*_launcher(ready, program, config), *_script(program), *args]
     _, command = _own_command(program)
-    if _ends_with(command, program.args):
-        return [*command[: len(command) - len(program.args)], *args]
-    return command if _form_of(program) else None
+    if not _ends_with(command, program.args):
+        return command if _form_of(program) else None
+    command = command[: len(command) - len(program.args)]
+    if program.launch.binds_cores and _is_deepspeed(command):
+        options = binding_options(ready.machine, program, config, ready.plan.slots_per_trial)
+        command = _bind_cores(command, options)
+    return [*command, *args]
+
+
+def _bind_cores(command: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Return a command of DeepSpeed's launcher with other options that bind ranks to cores."""
+    launcher, *words = command
+    if "--bind_core_list" in words:
+        at = words.index("--bind_core_list")
+        del words[at : at + 2]
+    own = [
+        word for word in words if not word.startswith(("--bind_cores_to_rank", "--bind_core_list="))
+    ]
+    return [launcher, *options, *own]
 
 
 def _needs_dsat(ready: Prepared, run: Run, best: Trial) -> bool:
@@ -167,9 +183,13 @@ def _launcher(ready: Prepared, program: Entrypoint, best: Mapping[str, Any]) -> 
     if without:
         there = range(ready.machine.num_slots + len(without))
         chosen = tuple(position for position in there if position not in without)
-    if chosen:
-        devices = map(str, chosen[: ready.plan.slots_per_trial])
-        launcher += ["--include", f"localhost:{','.join(devices)}"]
+    names = tuple(map(str, chosen))
+    given = {**os.environ, **program.env}
+    if any(given.get(name) for name in ready.machine.visible_devices):
+        names = names or ready.machine.devices  # with --num_gpus, DeepSpeed ignores the variable
+    if names:
+        devices = ",".join(names[: ready.plan.slots_per_trial])
+        launcher += ["--include", f"localhost:{devices}"]
     else:
         launcher += ["--num_gpus", slots]
     if program.launch.binds_cores:
@@ -215,13 +235,20 @@ def runs_own_command(program: Entrypoint, slots: int) -> bool:
             return False  # without a launcher, DeepSpeed would need mpi4py
     if program.needs_command or not command:
         return bool(program.needs_command)
-    if program.slots != slots or program.launch.binds_cores:
+    if program.slots != slots:
         return False
-    return bool(_form_of(program)) or _ends_with(command, program.args)
+    ends_with_args = _ends_with(command, program.args)
+    if program.launch.binds_cores:
+        return ends_with_args and _is_deepspeed(command)
+    return ends_with_args or bool(_form_of(program))
 
 
 def _started_in(program: Entrypoint) -> Path:
     return Path(program.started_in or Path.cwd())
+
+
+def _is_deepspeed(command: Sequence[str]) -> bool:
+    return Path(command[0]).name == entrypoints.DEEPSPEED
 
 
 def _ends_with(command: Sequence[str], args: tuple[str, ...]) -> bool:

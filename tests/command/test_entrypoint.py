@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from dsat.command import entrypoint
+from dsat.command import entrypoint, placement
 from dsat.command.entrypoint import DEEPSPEED, TORCHRUN, Entrypoint, parse
 from dsat.command.placement import Launch
 from dsat.errors import UserInputError
@@ -147,14 +147,31 @@ def test_the_launchers_switches_are_known() -> None:
         with contextlib.suppress(StopIteration):
             runner.parse_args([])
     [deepspeed] = parse_args.call_args.args
-    for parser, known in (
-        (deepspeed, {*entrypoint.DEEPSPEED_SWITCHES, "-q"}),
-        (get_args_parser(), entrypoint._TORCHRUN_SWITCHES),
-    ):
+    for parser, launcher in ((deepspeed, DEEPSPEED), (get_args_parser(), TORCHRUN)):
         options = [(name, each) for each in parser._actions for name in each.option_strings]
         assert len(options) > 20
         for name, action in options:
-            assert (name in known) == (action.nargs == 0) or name in ("-h", "--help"), name
+            known = placement.SWITCHES if action.nargs == 0 else placement.VALUED
+            spelled = name if launcher == DEEPSPEED else name[:2] + name[2:].replace("_", "-")
+            of_help = name in ("-h", "--help") or "completion" in name
+            assert (spelled in known[launcher]) is not of_help, name
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torchrun -t3 --nproc-per-node 2 train.py",
+        "torchrun --nproc-per 2 train.py",
+        "deepspeed -Hhosts train.py",
+        "deepspeed --num_gpu 2 train.py",
+        "deepspeed --new_switch train.py",
+    ],
+)
+def test_an_option_that_is_not_understood_is_left_to_the_first_run(
+    line: str, model_dir: Path
+) -> None:
+    with pytest.raises(entrypoint.UnknownStart, match="does not know this option"):
+        parse(line, model_dir)
 
 
 # -- the DeepSpeed configuration among the arguments
@@ -270,6 +287,15 @@ def test_a_flag_that_subcommands_do_not_know_is_added_in_front(before: str, afte
         ("from accelerate import notebook_launcher\nnotebook_launcher(main)", True),
         ("if 'RANK' in os.environ:\n    main()\nelse:\n    mp.spawn(main)", False),
         ("multiprocessing.Process(target=read).start()", False),
+        (
+            "if 'RANK' not in os.environ:\n    os.execvp('torchrun', ['torchrun', *sys.argv])",
+            True,
+        ),
+        ("cmd = ['deepspeed', *sys.argv]\nif not os.getenv('RANK'):\n    Popen(cmd)", True),
+        ("subprocess.run([sys.executable, '-m', 'torch.distributed.run', 'train.py'])", True),
+        ('os.system("accelerate launch train.py")', True),
+        ("subprocess.run(['git', 'log'])\ngroups = ['deepspeed', 'fsdp']", False),
+        ('"""Start me with torchrun."""\nsubprocess.run(["git", "log"])', False),
     ],
 )
 def test_a_script_that_starts_its_ranks_itself_is_known(

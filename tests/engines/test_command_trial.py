@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from dsat.command.placement import Launch
 from dsat.engines.retries import COMMAND_AGAIN
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import TrialKind
@@ -67,6 +68,25 @@ def test_a_switch_in_the_environment_is_the_trials(
         trial = replace(bench.trial(), script_args={"ENV:A_SWITCH": "1"})
         bench.run(trial)
         assert f"A_SWITCH is {found}\n" in bench.log(trial)
+
+
+def test_arguments_that_differ_by_rank_stay_different(place: Path) -> None:
+    """As with `srun bash -c "python train.py --local_rank $SLURM_LOCALID"`."""
+    config = "--deepspeed_config ds_config.json"
+    (place / "says.py").write_text("import sys; print('runs with', *sys.argv[1:])")
+    line = f"for rank in 0 1 2; do python says.py --local_rank $rank {config}; done"
+    args, other = (("--local_rank", rank, *config.split()) for rank in "01")
+    seen: dict[str, Any] = {
+        "script": "says.py",
+        "args": args,
+        "launch": Launch(other_args=(other,)),
+    }
+    with bench_of(place, "bash", "-c", line, **seen, **ALONE) as bench:
+        trial = bench.trial()
+        bench.run(trial)
+        own = f"--deepspeed_config {bench.folder.resolve()}/trials/{trial.name}/ds_config.json"
+        for rank, used in ((0, own), (1, own), (2, config)):  # the last is no rank
+            assert f"runs with --local_rank {rank} {used}\n" in bench.log(trial)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,13 +80,17 @@ MPI = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
 def test_what_a_command_starts_is_seen(
     command: Sequence[str], script: str, args: tuple[str, ...], slots: int, place: Path
 ) -> None:
-    (place / "run.sh").write_text("set -e\nexport COLOUR=red\npython3 train.py --steps $1\n")
+    (place / "run.sh").write_text(
+        "set -e\nmodule() { :; }\nexport -f module\nexport COLOUR=red\n"
+        "python3 train.py --steps $1\n"
+    )
     (place / "Makefile").write_text("train:\n\tpython3 train.py --steps 3\n\ttouch went_on\n")
     program = seen(place, *command)
     assert program.script.endswith(script) and not program.needs_command
     assert (program.args, program.slots, program.interpreter) == (args, slots, "")
     of_launchers = ("SET_BY_SCRIPT", "SLURM_PROCID", "OMPI_", "TORCHELASTIC_")
     assert not [name for name in program.env if name.startswith(of_launchers)]
+    assert all(map(str.isidentifier, program.env)), "a shell can assign them"
     assert "PYTHONPATH" not in program.env, "what records is no part of the command"
     assert not (place / "went_on").exists(), "the command saw its training fail"
     if "COLOUR=blue" in command:
@@ -195,16 +200,47 @@ def test_a_program_that_prepares_data_needs_no_hook(place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_training_that_dsat_cannot_see_is_ended_before_it_begins(place: Path) -> None:
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("PYTHONPATH=$PWD python3 blind.py", r"PYTHONPATH for `.*blind.py`.*src:\$PYTHONPATH"),
+        ("python3 -sE blind.py", "hides dsat from `python3 -sE blind.py`.* without -E, -I and -S"),
+        (
+            'env -i "$(which python3)" blind.py',
+            "clears the environment of .*blind.py.*--cleanenv",
+        ),
+    ],
+    ids=["replaced", "ignored", "cleared"],
+)
+def test_a_training_that_dsat_cannot_see_is_ended_before_it_begins(
+    line: str, message: str, place: Path
+) -> None:
     """Otherwise it would run in full, and overwrite the user's checkpoints."""
-    runnable(place / "run.sh", "#!/bin/bash\nexport PYTHONPATH=$PWD\npython3 blind.py\n")
+    runnable(place / "run.sh", f"#!/bin/bash\n{line}\n")
     (place / "blind.py").write_text(
         "import socket, time, torch\ntime.sleep(1.5)\n"  # as while it prepares data
         "store = socket.create_server(('127.0.0.1', 0))\ntime.sleep(60)\nopen('trained', 'w')\n"
     )
-    with pytest.raises(UserInputError, match=r"PYTHONPATH for `.*blind.py`.*src:\$PYTHONPATH"):
+    with pytest.raises(UserInputError, match=message):
         seen(place, str(place / "run.sh"))
     assert not (place / "trained").exists()
+
+
+@pytest.mark.slow
+def test_a_fork_of_a_process_that_dsat_sees_is_seen(place: Path) -> None:
+    (place / "forks.py").write_text(
+        "import os, socket, sys, time, torch\n"
+        "if os.fork() == 0:\n"
+        "    os.closerange(3, 100)\n"
+        "    store = socket.create_server(('127.0.0.1', 0))\n"
+        "    time.sleep(1.5)\n"
+        "    sys.argv = ['train.py']\n"
+        f"    {TRAINS}\n"
+        "os.wait()\n"
+    )
+    (place / "sitecustomize.py").touch()  # of the user, which replaces the hook's module
+    program = seen(place, "env", "PYTHONPATH=.", "python3", "forks.py")
+    assert "multiprocessing" in program.needs_command
 
 
 @pytest.mark.slow
@@ -287,6 +323,10 @@ if __name__ == "__main__":
 """
 
 
+# As with `srun bash -c "python train.py --rank $SLURM_PROCID"`.
+EACH = """for rank in 0 1; do
+    RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=2 {0} python3 trains.py {1} &
+done; wait"""
 OLD_LAUNCHER = ["python3", "-m", "torch.distributed.launch", "--nproc_per_node", "2"]
 
 
@@ -298,9 +338,17 @@ OLD_LAUNCHER = ["python3", "-m", "torch.distributed.launch", "--nproc_per_node",
         nightly(["bash", "-c", "python3 - 7 < trains.py"], "not in a file", "", ("7",), 1),
         (["python3", "spawns.py", "fork"], "multiprocessing", "spawns.py", ("fork",), 2),
         nightly(["python3", "spawns.py", "spawn"], "multiprocessing", "spawns.py", ("spawn",), 2),
+        (
+            ["bash", "-c", EACH.format("", "--rank $rank")],
+            "arguments",
+            "trains.py",
+            ("--rank", "0"),
+            2,
+        ),
+        (["bash", "-c", EACH.format("A=$rank", "7")], "variables", "trains.py", ("7",), 2),
         nightly([*OLD_LAUNCHER, "trains.py", "7"], "passes --local-rank", "trains.py", ("7",), 2),
     ],
-    ids=["-c", "stdin", "fork", "spawn", "torch.distributed.launch"],
+    ids=["-c", "stdin", "fork", "spawn", "arguments", "variables", "launch"],
 )
 def test_why_ranks_cannot_be_started_by_themselves(
     command: Sequence[str],
@@ -372,6 +420,53 @@ def test_a_choice_of_devices_in_the_command_is_kept(
     starts = starts_of(tmp_path, ranks)
     program = recorded_start.recognise_program(starts, ["bash", "run.sh"], given, {0, 1})
     assert {n: v for n, v in program.env.items() if "VISIBLE" in n} == chosen
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@pytest.mark.parametrize(
+    ("above", "later", "chosen"),
+    [
+        ({VISIBLE: "0,1"}, ("", ""), "0,1"),  # CUDA_VISIBLE_DEVICES=0,1 deepspeed train.py
+        ({VISIBLE: "2,3"}, ("", ""), None),  # with --num_gpus, which DeepSpeed prefers
+        ({}, ("2,3", "2,3"), "2,3"),
+        ({}, ("2,3,4", "2,3,4"), "2,3"),
+        ({}, ("3", "1"), "3,1"),
+    ],
+)
+def test_a_choice_under_deepspeeds_launcher_is_kept(
+    above: Mapping[str, str], later: Sequence[str], chosen: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").touch()
+    starts = [
+        replace(start, env_above=above, env_later={VISIBLE: own} if own else {})
+        for start, own in zip(
+            starts_of(tmp_path, [{VISIBLE: "0,1", "CROSS_SIZE": "1"}] * 2), later, strict=True
+        )
+    ]
+    program = recorded_start.recognise_program(starts, ["bash", "run.sh"], {}, {0, 1})
+    assert program.env.get(VISIBLE) == chosen
+
+
+LAUNCHES = """
+import os, subprocess
+os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+env = dict(os.environ, CUDA_VISIBLE_DEVICES="0", CROSS_SIZE="1", RANK="0", WORLD_SIZE="1")
+subprocess.run(["python3", "train.py"], env=env)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("line", "chosen"), [("export CUDA_VISIBLE_DEVICES=0", {VISIBLE: "0"}), ("true", {})]
+)
+def test_a_choice_that_deepspeeds_launcher_replaces_is_seen(
+    line: str, chosen: Mapping[str, str], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VISIBLE, raising=False)
+    (place / "launches.py").write_text(LAUNCHES)
+    assert seen(place, "bash", "-c", f"{line}; python3 launches.py; true").env == chosen
 
 
 @pytest.mark.slow

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,6 +52,42 @@ def test_devices_are_chosen_once(
     )
     assert found.program.launch.devices == positions
     assert found.program.env == variables
+
+
+@pytest.mark.parametrize(
+    ("command", "first_line", "installed", "is_kept"),
+    [
+        ("python train.py", "", "deepspeed-0.19.8.dist-info", True),
+        ("PATH={0} python3 train.py", "", "deepspeed-0.19.8.dist-info", True),
+        ("./train.py", "#!/usr/bin/env python3", "deepspeed-0.19.8.dist-info", True),
+        ("./train.py", "#!{0}/python", "deepspeed-0.19.8.dist-info", True),
+        ("./train.py", "#!/usr/bin/env -S uv run", "", True),
+        ("./train.py", "", "deepspeed-0.19.8.dist-info", False),
+        ("train.py", "#!{0}/python", "deepspeed-0.19.8.dist-info", False),  # no shell would run it
+        ("python train.py", "", "", False),  # dsat's own environment is not active
+    ],
+)
+def test_the_python_that_a_shell_would_use(
+    command: str,
+    first_line: str,
+    installed: str,
+    is_kept: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "lib/python3/site-packages" / installed).mkdir(parents=True)
+    for name in ("python", "python3"):
+        (tmp_path / "bin" / name).symlink_to(sys.executable)
+    (tmp_path / "train.py").write_text(first_line.format(tmp_path / "bin"))
+    (tmp_path / "train.py").chmod(0o755)
+    if "PATH" not in command:
+        monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    words = tuple(command.format(tmp_path / "bin").split())
+    found = sources.read(Target(command=words))
+    assert (sys.executable not in found.command) is is_kept
+    assert (found.unknown == sources.PROGRAM) is is_kept
 
 
 @pytest.mark.parametrize("named", ["zero1", "ds.json"])

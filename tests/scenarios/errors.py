@@ -191,6 +191,16 @@ _WORDS: list[tuple[str, str, str]] = [
     ("-- python3 t.py", "", "tune python3"),
     ("asha no.py", "", "no.py"),
     ("asha -- 'deepspeed train.py --x'", "", "quotes"),
+    ("tune sbatch job.sh", "sbatch", "job script"),
+    (f"tune A=1 docker run image {SCRIPT}", "docker", "inside container"),
+    (f"tune ssh node {SCRIPT}", "ssh", "machine"),
+    (f"tune sudo -E {SCRIPT}", "sudo", "sudo"),
+    (f"tune srun --export=NONE {SCRIPT}", "--export=NONE", "--export=ALL"),
+    ("tune 'python train.py'", "python train.py", "quotes"),
+    ("tune 'A=1 deepspeed train.py'", "A=1 deepspeed train.py", "quotes"),
+    ("tune 'cd sub && python train.py'", "cd sub && python train.py", "bash -c"),
+    ("tune 'if true; then deepspeed train.py; fi'", "if true;", "bash -c"),
+    ("tune cd sub", "cd", "bash -c"),
     ("tune ds.json", "ds.json", "--deepspeed_config ds.json"),
     ("asha deepspeed.yaml none", "none", "exist"),
     ("asha deepspeed.yaml train.py", "train.py", "folder"),
@@ -215,7 +225,7 @@ _WORDS: list[tuple[str, str, str]] = [
     (f"asha --devices 1 -- deepspeed --num_gpus 2 {SCRIPT}", "", "2 1"),
     *(
         (f"tune --dry-run python3 {bad} {SCRIPT}", "", f"{bad} hides dsat")
-        for bad in "-I -E".split()
+        for bad in "-I -E -sE".split()
     ),
     ("asha deepspeed.yaml . --search overlap_comm --keep overlap_comm", "", "overlap_comm --keep"),
     ("model --search overlap -- python train.py", "", "--search 'overlap'"),

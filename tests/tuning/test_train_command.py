@@ -186,7 +186,7 @@ BY_DSAT = "--run-full-experiment"  # sets what no flag of the script can set
     [
         ({"--workers": "4"}, "best_ds_config.json --workers 4"),
         ({"ENV:NCCL_ALGO": "a:tree;b:ring"}, "NCCL_ALGO='a:tree;b:ring' OMP_NUM_THREADS"),
-        ({"bind_cores_to_rank": True}, "deepspeed --num_gpus 1 --bind_cores_to_rank"),
+        ({"bind_cores_to_rank": True}, "deepspeed --bind_cores_to_rank --num_gpus 1 "),
         ({"attn_implementation": "eager"}, BY_DSAT),
     ],
 )
@@ -201,9 +201,50 @@ def test_a_launcher_that_is_written_anew_has_the_users_devices(
 ) -> None:
     for launch, device in ((Launch(devices=(1, 0)), 1), (Launch(not_devices=(1, 2)), 0)):
         launch = replace(launch, passes_local_rank=True)
-        chosen = replace(ready, program=replace(ready.program, launch=launch))
-        line = printed_line(chosen, tmp_path, bind_cores_to_rank=True)
+        program = replace(ready.program, launch=launch, started_by=("bash", "run.sh"))
+        line = printed_line(replace(ready, program=program), tmp_path, bind_cores_to_rank=True)
         assert f"deepspeed --include localhost:{device} --bind_cores_to_rank" in line
+
+
+@pytest.mark.parametrize("is_exported", [False, True])
+def test_a_launcher_that_is_written_anew_has_visible_devices(
+    is_exported: bool, ready: Prepared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --num_gpus, DeepSpeed's launcher would ignore the variable."""
+    visible = {"CUDA_VISIBLE_DEVICES": "2,3"}
+    if is_exported:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    machine = replace(
+        ready.machine, accelerator="cuda", devices=("2", "3"), visible_devices=tuple(visible)
+    )
+    program = replace(
+        ready.program, env={} if is_exported else visible, started_by=("bash", "run.sh")
+    )
+    host = replace(ready.hosts[0], machine=machine)
+    line = printed_line(replace(ready, hosts=(host,), program=program), tmp_path)
+    assert " deepspeed --include localhost:2 train.py " in line
+
+
+@pytest.mark.parametrize(
+    ("launcher", "printed"),
+    [
+        ("deepspeed --master_port 29600", ""),
+        ("torchrun --nproc-per-node 1 --max-restarts 0", ""),
+        (
+            "deepspeed --bind_core_list=0 --num_gpus 1 --bind_cores_to_rank --save_pid",
+            "deepspeed --bind_cores_to_rank --bind_core_list 0 --num_gpus 1 --save_pid",
+        ),
+        (
+            "deepspeed --num_gpus 1 --bind_cores_to_rank --bind_core_list 0 --save_pid",
+            "deepspeed --bind_cores_to_rank --bind_core_list 0 --num_gpus 1 --save_pid",
+        ),
+    ],
+)
+def test_the_launchers_other_options_stay(
+    launcher: str, printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = prepared(f"{launcher} {SCRIPT}", FOLDER, monkeypatch)
+    assert f" {printed or launcher} train.py --deepspeed_config " in printed_line(ready, tmp_path)
 
 
 def test_what_the_scripts_code_switches_on_is_switched_off_by_dsat(

@@ -1,0 +1,38 @@
+"""What the text of a training script shows before it runs."""
+
+from __future__ import annotations
+
+import re
+
+_HF_PARSER = re.compile(r"\b(?:HfArgumentParser|TrlParser)\(([^)]*)")
+# Classes of transformers and TRL (`SFTConfig`), or subclasses named like them.
+_HF_ARGUMENTS = re.compile(r"\b(?!Model|Data)\w*(?:TrainingArguments|Config)\b")
+_SPAWNS = re.compile(
+    r"\b(?:mp|multiprocessing)\.spawn\(|^\s*spawn\(|\bstart_processes\(|\b(?:notebook|debug)_launcher\(",
+    re.MULTILINE,
+)
+_READS_ITS_RANK = re.compile(
+    r"""(?:environ\.get|getenv)\(\s*["'](?:LOCAL_)?RANK|["'](?:LOCAL_)?RANK["']\s+in\s"""
+    r"""|environ\[["'](?:LOCAL_)?RANK["']\](?!\s*=[^=])"""
+)
+_STARTS_PROGRAMS = re.compile(r"\b(?:subprocess\.\w+|Popen|os\.system|exec[lv]p?e?)\(")
+_NAMES_LAUNCHER = re.compile(
+    r"""["'](?:torchrun|torch\.distributed\.(?:run|launch))\b"""
+    r"""|["'](?:deepspeed|accelerate)(?:["'],\s*|\s)(?:["']?(?:launch\b|-|[\w/]+\.py)|\*|sys\.|__file__)"""
+)
+
+
+def parses_hf_arguments(source: str) -> bool:
+    """Return whether a script parses its arguments into TrainingArguments or a subclass."""
+    return any(_HF_ARGUMENTS.search(parser[1]) for parser in _HF_PARSER.finditer(source))
+
+
+def starts_ranks(source: str) -> bool:
+    """Return whether a script starts its ranks itself, with a launcher or by spawning them.
+
+    False for a script that spawns and also reads its rank from the environment: a launcher may
+    start it, too.
+    """
+    if _STARTS_PROGRAMS.search(source) and _NAMES_LAUNCHER.search(source):
+        return True
+    return bool(_SPAWNS.search(source)) and not _READS_ITS_RANK.search(source)

@@ -1,0 +1,141 @@
+"""The words of the user's command: what can be started, and what dsat cannot see."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dsat.command import entrypoint as entrypoints
+from dsat.command.entrypoint import Entrypoint
+from dsat.errors import UserInputError
+
+CONFIG_SUFFIXES = (".json", ".hjson")
+# Options of Python that ignore PYTHONPATH or `sitecustomize`, alone or joined with others (-sE).
+_HIDES_THE_HOOK = re.compile("-[^-WXcm]*[IES]")
+# What an installation of DeepSpeed has in an environment, also one from a folder of sources.
+_DEEPSPEED = "lib*/python*/*-packages/deepspeed[-.]*"
+_PYTHON = re.compile(r"python[\d.]*")
+_OF_SHELLS = frozenset(
+    "! { ( case cd eval exec export for if pushd set source trap ulimit until while".split()
+)
+_IN_JOB = "Put `dsat tune` before the training command in the job script."
+_IN_CONTAINER = "Run dsat inside the container."
+# Programs that start a training where dsat does not reach it.
+_ELSEWHERE = {
+    **dict.fromkeys(("sbatch", "qsub", "bsub"), _IN_JOB),
+    **dict.fromkeys(("docker", "podman", "kubectl"), _IN_CONTAINER),
+    "ssh": "Run dsat on that machine.",
+    "sudo": "Run dsat itself with sudo.",
+}
+
+
+def check_options(program: Entrypoint) -> None:
+    """Raise UserInputError if options of the interpreter hide dsat from the script."""
+    for word in program.python_options:
+        if _HIDES_THE_HOOK.match(word):
+            raise UserInputError(
+                f"{word} hides dsat from the script's Python, so trials cannot be measured",
+                where="entrypoint",
+                hint="Remove this option.",
+            )
+
+
+def check_form(words: Sequence[str]) -> None:
+    """Raise UserInputError for a whole command in one word, and for one that only a shell runs."""
+    given = words[0]
+    is_line = len(words) == 1 and len(given.split()) > 1 and not os.path.exists(given)
+    is_syntax = is_line and entrypoints.SHELL_SYNTAX.search(given) is not None
+    if is_syntax or given.partition(" ")[0] in _OF_SHELLS:
+        raise UserInputError(
+            "needs a shell",
+            where=given,
+            hint="Give the whole line to one: dsat tune bash -c '...'.",
+        )
+    if is_line:
+        raise UserInputError(
+            "there is no such command",
+            where=given,
+            hint="Remove the quotes around the whole command.",
+        )
+
+
+def make_startable(words: Sequence[str], *, is_known: bool) -> tuple[str, ...]:
+    """Return a command in a form that can be started; a `.py` file gets a Python.
+
+    `is_known` says whether dsat recognised the command's form.
+
+    Raises:
+        UserInputError: its program does not exist, or starts the training out of dsat's reach.
+    """
+    command = list(words)
+    env = entrypoints.take_assignments(command)
+    given = command[0]
+    _check_reach(command)
+    if is_known and command[0].endswith(".py"):
+        command = [sys.executable, *command]
+    elif is_known and command[0].startswith("python"):  # of dsat's own environment
+        command = [sys.executable, *command[1:]]
+    elif shutil.which(command[0]) is None:
+        command = [str(Path(sys.executable).parent / command[0]), *command[1:]]
+    if shutil.which(command[0]) is None:
+        problem, hint = "there is no such command", "Give the command as you type it in a shell."
+        if os.path.isfile(given) and not given.endswith(CONFIG_SUFFIXES):
+            problem, hint = "is not executable", f"Run chmod +x {shlex.quote(given)}."
+        elif given.endswith(CONFIG_SUFFIXES):
+            problem = "is a configuration, not a command"
+            hint = f"Put the command before it: deepspeed train.py --deepspeed_config {given}"
+        raise UserInputError(problem, where=given, hint=hint)
+    if env:  # as a shell sets them
+        command = ["env", *(f"{name}={value}" for name, value in env.items()), *command]
+    return tuple(command)
+
+
+def starts_other_python(words: Sequence[str]) -> bool:
+    """Return whether a command starts its script with a Python that dsat should not replace.
+
+    This is the Python of another environment with DeepSpeed, found on PATH or in a script's `#!`
+    line, or another program in that line. A Python without DeepSpeed is not meant: PATH leads to it
+    if the environment of dsat is not active.
+    """
+    command = list(words)
+    path = entrypoints.take_assignments(command).get("PATH")
+    program = command[0]
+    is_script = os.sep in program and program.endswith(".py") and os.access(program, os.X_OK)
+    if is_script:
+        [program, *_] = _interpreter_of(Path(program)) or [sys.executable]
+    if not _PYTHON.fullmatch(Path(program).name):
+        return is_script
+    found = shutil.which(program, path=path)
+    if found is None or os.path.samefile(Path(found).parent, Path(sys.executable).parent):
+        return False
+    return any(Path(found).parents[1].glob(_DEEPSPEED))
+
+
+def _interpreter_of(script: Path) -> list[str]:
+    """Return the words of a script's `#!` line, without `env` and its options."""
+    with open(script, "rb") as file:
+        line = file.readline().decode(errors="replace")
+    words = line.removeprefix("#!").split() if line.startswith("#!") else []
+    if words and Path(words[0]).name == "env":
+        words = [word for word in words[1:] if not word.startswith("-") and "=" not in word]
+    return words
+
+
+def _check_reach(command: Sequence[str]) -> None:
+    """Raise UserInputError if a command starts the training where dsat cannot see it."""
+    name = Path(command[0]).name
+    where, hint = name, _ELSEWHERE.get(name, "")
+    exported = [word for word in command if word.startswith("--export=")]
+    if name == "srun" and any("ALL" not in word for word in exported):
+        where, hint = exported[0], "Write --export=ALL, followed by your own variables."
+    if hint:
+        raise UserInputError(
+            "starts the training where dsat can neither measure it nor protect your files",
+            where=where,
+            hint=hint,
+        )
