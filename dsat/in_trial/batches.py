@@ -57,7 +57,8 @@ STEP_ALWAYS = (
 )
 OWN_BOUNDARY = (
     "take the number of micro batches between boundaries (set_gradient_accumulation_boundary) from "
-    "engine.gradient_accumulation_steps()"
+    "engine.gradient_accumulation_steps(), or, with a Trainer, set gradient_accumulation_steps in "
+    "the call of TrainingArguments, not afterwards"
 )
 _BATCH_SIZES = {"bs", "bsz", "mbs"}  # words in flags, such as `--train-bs`
 _SHORT = ("-b", "-bs")  # flags

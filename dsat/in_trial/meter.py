@@ -29,6 +29,8 @@ from dsat.in_trial.step_recorder import StepMarks, StepRecorder
 from dsat.values.format import count
 from dsat.values.outcome import Outcome, OutcomeKind
 
+# A critic may take 100 steps between two steps of a generator (Arjovsky et al., arXiv:1701.07875).
+_TIMES_AS_LONG = 20  # as the measured steps may another engine train alone
 NO_ENGINE = "the script ended without calling deepspeed.initialize with an optimizer"
 
 
@@ -86,6 +88,7 @@ class Meter:
         self._failed: Outcome | None = None  # ends the trial even if the script catches it
         self._is_ended = False
         self._whose = ""  # part of a message: the engine whose steps count, if several train
+        self._other_steps = 0  # of other engines since the last call of the measured one
         self._recorder: StepRecorder
         self._measurement: Measurement | None = None
 
@@ -190,13 +193,26 @@ class Meter:
             if name != "forward":  # a reference model makes no backward pass
                 self.warn(config_injection.SEVERAL_ENGINES)
                 self._whose = " of the engine that trains first"
+            if name == "step":
+                self._count_other_step()
             with self._recorder.losses.ignored():
                 return call.proceed()
+        self._other_steps = 0
         self._inside.add(name)
         try:
             return getattr(self._recorder, name)(call)
         finally:
             self._inside.discard(name)
+
+    def _count_other_step(self) -> None:
+        """Count a step of another engine; raise InvalidTrial if the measured one has stopped."""
+        self._other_steps += 1
+        if self._other_steps > _TIMES_AS_LONG * self.spec.options.end_step * self.spec.gas:
+            seen = count(self.steps_seen, "optimizer step")
+            raise InvalidTrial(
+                f"the engine that trains first ended after {seen}, and another one goes on. dsat "
+                "measures the first one: skip its short training in the command for dsat"
+            )
 
     def _take(self, marks: StepMarks, skipped: bool) -> None:
         measurement = self._measurement

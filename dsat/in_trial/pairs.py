@@ -6,17 +6,24 @@ from collections import deque
 from typing import Any
 
 _MOST_NODES = 300  # nodes of the graph to search; samples are compared close to the loss
-_VIEWS = ("TBackward", "Transpose", "Permute", "View", "Expand", "Unsafe", "Clone", "ToCopy")
+_VIEWS = (
+    *("TBackward", "Transpose", "Permute", "View", "Expand", "Unsafe", "Clone", "ToCopy"),
+    *("Unsqueeze", "Slice", "Select"),
+)
 _PARAMETER = "AccumulateGrad"
+_DISTANCES = ("CdistBackward", "EuclideanDistBackward")
+_BY_ELEMENT = ("MulBackward", "SubBackward", "AddBackward", "DivBackward")
+_MOST_NORMALIZED = 4  # nodes between a product by elements and the expansion of an operand
 
 
 def compares_samples(loss: Any, micro_batch: int, ranks: int) -> bool:
-    """Return whether a loss multiplies outputs of all pairs of samples.
+    """Return whether a loss compares outputs of all pairs of samples.
 
-    Such a loss has a product of two computed matrices, which are not parameters, in its graph. Each
-    sample of one rank, or of all ranks, has one row, or two rows for two views. The columns are as
-    many as the rows, or a multiple: twice as many (hard negatives), or once or twice as many for
-    each rank (samples of other ranks).
+    Such a loss has in its graph a product of two computed matrices, which are not parameters, their
+    distances, or an operation by elements on rows and columns (`z[:, None] * z[None]`). Each sample
+    of one rank, or of all ranks, has one row, or two rows for two views. The columns are as many as
+    the rows, or a multiple: twice as many (hard negatives), or once or twice as many for each rank
+    (samples of other ranks).
     """
     waiting = deque([getattr(loss, "grad_fn", None)])
     known: set[Any] = set()
@@ -26,28 +33,49 @@ def compares_samples(loss: Any, micro_batch: int, ranks: int) -> bool:
         if node is None or node in known:
             continue
         known.add(node)
-        size = _size_of_product(node)
+        size = _size_of_pairs(node)
         if size is not None and size[0] in rows and size[1] / size[0] in {1, 2, ranks, 2 * ranks}:
             return True
         waiting.extend(function for function, _ in node.next_functions)
     return False
 
 
-def _size_of_product(node: Any) -> tuple[int, int] | None:
-    """Return rows and columns of a product of two computed matrices; None for other nodes."""
-    name = node.name()
-    if not name.startswith(("MmBackward", "BmmBackward")):
+def _size_of_pairs(node: Any) -> tuple[int, int] | None:
+    """Return rows and columns of compared outputs; None for a node that compares none."""
+    name, operands = node.name(), node.next_functions
+    if not name.startswith(("MmBackward", "BmmBackward", *_DISTANCES, *_BY_ELEMENT)):
         return None
-    operands = [function for function, _ in node.next_functions]
-    if len(operands) != 2 or any(each is None or _is_parameter(each) for each in operands):
+    if len(operands) != 2 or any(each is None or _is_parameter(each) for each, _ in operands):
         return None
     try:
         if name.startswith("Mm"):
             return int(node._saved_self_sym_sizes[0]), int(node._saved_mat2_sym_sizes[1])
-        first, second = node._saved_self.shape, node._saved_mat2.shape
-    except (RuntimeError, AttributeError):  # the graph has released them
+        if name.startswith("Bmm"):
+            first, second = node._saved_self.shape, node._saved_mat2.shape
+            return (int(first[1]), int(second[2])) if first[0] == 1 else None  # one product
+        first, second = (_shape_before_expansion(*each) for each in operands)
+    except (RuntimeError, AttributeError):  # the graph has released them, or an older torch
         return None
-    return (int(first[1]), int(second[2])) if first[0] == 1 else None  # one product
+    if name.startswith(_DISTANCES):
+        return (first[-2], second[-2]) if {*first[:-2], *second[:-2]} <= {1} else None
+    if min(len(first), len(second)) < 2:
+        return None
+    rows, columns = (first, second) if first[1] == 1 else (second, first)
+    return (rows[0], columns[1]) if rows[1] == 1 and columns[0] == 1 else None
+
+
+def _shape_before_expansion(node: Any, index: int) -> tuple[int, ...]:
+    """Return the shape of an output of a node, or that before it was expanded along pairs."""
+    shape = tuple(map(int, node._input_metadata[index].shape))
+    found = shape
+    for _ in range(_MOST_NORMALIZED):  # a cosine divides by norms after the expansion
+        if 1 in found[:2] or not node.next_functions or node.next_functions[0][0] is None:
+            break
+        node, index = node.next_functions[0]
+        found = tuple(map(int, node._input_metadata[index].shape))
+        if len(found) != len(shape):
+            return shape
+    return found if 1 in found[:2] else shape
 
 
 def _is_parameter(node: Any) -> bool:

@@ -206,6 +206,20 @@ def test_measures_the_first_engine_that_trains(clock: Clock) -> None:
     assert told.warnings == (SEVERAL_ENGINES,)
 
 
+def test_a_short_training_before_the_real_one_ends_the_trial(clock: Clock) -> None:
+    def make(optimizer: object) -> FakeEngine:
+        engine = FakeEngine(clock)
+        engine.basic_optimizer = optimizer
+        return engine
+
+    watched(make)
+    first, second = (initialize(optimizer="adam") for _ in range(2))
+    assert train(first, steps=1) is None
+    told = measure(second)
+    assert told.kind is OutcomeKind.INVALID
+    assert "ended after 1 optimizer step, and another one goes on" in told.message
+
+
 def test_a_script_may_leave_out_the_engines_forward(clock: Clock) -> None:
     engine = attached(clock)
 

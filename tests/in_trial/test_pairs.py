@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy, normalize
+from torch.nn.functional import cosine_similarity, cross_entropy, logsigmoid, normalize
 from torch.nn.utils.parametrizations import weight_norm
 
 from dsat.in_trial.pairs import compares_samples
@@ -34,6 +34,15 @@ CONTRASTIVE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "two views": with_two_views,
     "hard negatives": lambda u, v: cross_entropy(u @ torch.cat([v, v + 1]).T, LABELS),
     "all of three ranks": lambda u, v: (torch.cat([u] * 3) @ torch.cat([v] * 3).T).mean(),
+    "cosines of rows and columns": lambda u, v: cross_entropy(
+        cosine_similarity(u[:, None], v[None], dim=-1), LABELS
+    ),
+    "products by elements": lambda u, v: cross_entropy((u[:, None] * v[None]).sum(-1), LABELS),
+    "distances": lambda u, v: cross_entropy(-torch.cdist(u.float(), v.float()), LABELS),
+    "distances by a product": lambda u, v: cross_entropy(
+        -torch.cdist(u.float(), v.float(), compute_mode="use_mm_for_euclid_dist"), LABELS
+    ),
+    "ranking": lambda u, _: -logsigmoid(u[:, :1] - u[:, :1].T).mean(),
     "gathered from three ranks": lambda u, v: cross_entropy(u @ torch.cat([v] * 3).T, LABELS),
 }
 
@@ -60,7 +69,15 @@ ORDINARY: dict[str, Callable[[], Tensor]] = {
     "weight norm": lambda: weight_norm(torch.nn.Linear(WIDTH, 50))(outputs()[0]).mean(),
     "a bank of constants": lambda: (outputs()[0] @ torch.randn(WIDTH, SIZE)).mean(),
     "attention": lambda: attention(SIZE),
+    "layer norm": lambda: (outputs()[0] - outputs()[0].mean(1, keepdim=True)).mean(),
+    "a row of parameters": lambda: (outputs()[0][:, :1] * TOWERS[0].bias[None, :SIZE]).mean(),
+    "distances within samples": lambda: torch.cdist(many(), many()).mean(),
 }
+
+
+def many() -> Tensor:
+    found: Tensor = TOWERS[0](torch.randn(SIZE, SIZE, 4))
+    return found
 
 
 @pytest.mark.parametrize("loss", ORDINARY.values(), ids=ORDINARY.keys())
