@@ -49,7 +49,7 @@ def assert_found(run_dir: Path, told: Told) -> Run:
             for section in (
                 "How do I tune a plain DeepSpeed script?",
                 "How do I tune a Hugging Face Trainer?",
-                "DeepSpeedTrial",
+                "Determined",
             )
         ),
     ],
