@@ -36,7 +36,7 @@ _OF_A_START = frozenset(
 )
 _PREFIXES_OF_A_START = tuple(
     "TORCHELASTIC_ OMPI_ OPAL_ ORTE_ PMIX_ PMI_ PRTE_ MPI_ MPIR_ HYDRA_ SLURM_ "
-    "SLURMD_ SRUN_ IPATH_ PALS_ FLUX_".split()
+    "SLURMD_ SRUN_ IPATH_ PALS_ FLUX_ MV2_ MPISPAWN_ JSM_ ALPS_".split()
 )
 
 _THREADS = ("OMP_NUM_THREADS", "1")  # launchers set it unless the user did
@@ -129,7 +129,7 @@ def recognise_program(
         needs_command = f"the launcher passes {flag} to each rank"
     elif any(other != (program, flag) for other in others):
         needs_command = "they have different arguments"
-    elif any(variables != own for variables in its):
+    elif any(own[name] != each[name] for each in its for name in own.keys() & each.keys()):
         needs_command = "they have different environment variables"
     bound = _bound_cores(ranks, cores) if flag == _LOCAL_RANK else ()
     is_mine = (first.prefix, first.version) == (sys.prefix, tuple(sys.version_info[:2]))

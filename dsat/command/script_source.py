@@ -16,6 +16,8 @@ _READS_ITS_RANK = re.compile(
     r"""|environ\[["'](?:LOCAL_)?RANK["']\](?!\s*=[^=])"""
 )
 _STARTS_PROGRAMS = re.compile(r"\b(?:subprocess\.\w+|Popen|os\.system|exec[lv]p?e?)\(")
+_CALL = 200  # characters of a call in which the name of its program may stand
+_FIRST_WORD = re.compile(r"\[\s*$")  # of a list
 _NAMES_LAUNCHER = re.compile(
     r"""["'](?:torchrun|torch\.distributed\.(?:run|launch))\b"""
     r"""|["'](?:deepspeed|accelerate)(?:["'],\s*|\s)(?:["']?(?:launch\b|-|[\w/]+\.py)|\*|sys\.|__file__)"""
@@ -33,6 +35,10 @@ def starts_ranks(source: str) -> bool:
     False for a script that spawns and also reads its rank from the environment: a launcher may
     start it, too.
     """
-    if _STARTS_PROGRAMS.search(source) and _NAMES_LAUNCHER.search(source):
+    calls = [source[call.end() : call.end() + _CALL] for call in _STARTS_PROGRAMS.finditer(source)]
+    if any(_NAMES_LAUNCHER.search(call.split(")\n")[0]) for call in calls):
+        return True
+    named = _NAMES_LAUNCHER.finditer(source) if calls else ()
+    if any(_FIRST_WORD.search(source[: each.start()][-20:]) for each in named):
         return True
     return bool(_SPAWNS.search(source)) and not _READS_ITS_RANK.search(source)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import os
 import shlex
 import shutil
 import tempfile
@@ -30,7 +32,7 @@ from dsat.engines.supervisors import LOST, Supervisors
 from dsat.engines.trial_folder import log_files, read_end, remove_hook
 from dsat.errors import DsatError, EngineError, ScriptFailed, UserInputError
 from dsat.in_trial import start_record
-from dsat.in_trial.hook import HOOK_FOLDER, RUN_VARIABLE, TRIAL_VARIABLE
+from dsat.in_trial.hook import HOOK_FOLDER, RANK_VARIABLE, RUN_VARIABLE, TRIAL_VARIABLE
 from dsat.in_trial.rank_files import CONFIG_FILE, RECORDS_FOLDER, SEVERAL_NODES_FILE
 from dsat.values import host_limits
 from dsat.values.files import remove, write_atomically
@@ -238,7 +240,8 @@ class OwnCommand:
                 is_hooked = f"/{hook.parent.name}/{hook.name}/" in maps
                 # psutil 6 renamed the method.
                 connections = getattr(process, "net_connections", None) or process.connections
-                if "/libtorch_python" in maps and not is_hooked and connections("inet"):
+                has_socket = "/libtorch_python" in maps and connections("inet")
+                if has_socket and not is_hooked and not _is_below_rank(process):
                     problem, hint = _why_hidden(process.environ(), str(hook))
                     command = shlex.join(process.cmdline()[:3])
                     raise UserInputError(
@@ -257,6 +260,12 @@ class OwnCommand:
 
     def _record_files(self) -> list[Path]:
         return sorted(self._records.glob(f"{start_record.RECORD_PREFIX}*.json"))
+
+
+def _is_below_rank(process: psutil.Process) -> bool:
+    """Return whether a process descends from a rank that dsat started."""
+    above = itertools.takewhile(lambda parent: parent.pid != os.getpid(), process.parents())
+    return any(RANK_VARIABLE in each.environ() for each in above)
 
 
 def _why_hidden(env: Mapping[str, str], hook: str) -> tuple[str, str]:

@@ -98,8 +98,11 @@ def _watch(folder: Path, start: dict[str, Any], *, is_rank: bool) -> None:
 
 def _mark_process() -> None:
     """Map this file into memory: dsat finds it in the maps of the process and of its forks."""
-    with open(__file__, "rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    try:
+        with open(__file__, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError:  # some file systems map no files; the first run's folder is not on these
+        return
     # Until the process has ended, also if another `sitecustomize` replaces this module.
     sys.__dict__["dsat_hook"] = mapped
 

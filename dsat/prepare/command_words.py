@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -130,9 +131,10 @@ def _check_reach(command: Sequence[str]) -> None:
     """Raise UserInputError if a command starts the training where dsat cannot see it."""
     name = Path(command[0]).name
     where, hint = name, _ELSEWHERE.get(name, "")
-    exported = [word for word in command if word.startswith("--export=")]
-    if name == "srun" and any("ALL" not in word for word in exported):
-        where, hint = exported[0], "Write --export=ALL, followed by your own variables."
+    options = itertools.takewhile(lambda word: word.startswith("-"), command[1:])
+    clears = [word for word in options if word.startswith("--export=") and "ALL" not in word]
+    if name == "srun" and clears:
+        where, hint = clears[0], "Write --export=ALL, followed by your own variables."
     if hint:
         raise UserInputError(
             "starts the training where dsat can neither measure it nor protect your files",

@@ -47,12 +47,14 @@ class Source:
     Attributes:
         unknown: `PROGRAM` or `CONFIG` if only a run of the command shows it; else empty.
         ds_config: file of `--ds-config`; None if it is not given, or if arguments name the file.
+        is_script: whether an unknown program is a script without a launcher.
     """
 
     experiment: Experiment
     program: Entrypoint
     unknown: str = ""
     ds_config: Path | None = None
+    is_script: bool = False
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -81,7 +83,7 @@ class Source:
         """Return the number of ranks of a plain script; None if the command starts them."""
         program = self.program
         is_plain = self.unknown != PROGRAM and not program.launcher
-        return (slots or 1) if is_plain else None
+        return (slots or 1) if is_plain or self.is_script else None
 
     def run_to_training(self, timeout_s: float, slots: int | None = None) -> Source:
         """Run the command up to its training; return the source, completed by what that shows."""
@@ -159,8 +161,10 @@ def read(target: Target) -> Source:
     except UnknownStart:
         return _unknown(target)
     check_options(program)
-    if entrypoints.starts_its_ranks(command, folder) or starts_other_python(command):
+    if entrypoints.starts_its_ranks(command, folder):
         return _unknown(target)
+    if starts_other_python(command):
+        return replace(_unknown(target), is_script=not program.launcher)
     program = _mark_word(program, folder)
     config = _config_of_command(target.ds_config, program, folder)
     experiment = experiments.make_experiment(target.command, _name(program), folder, config or {})

@@ -40,7 +40,7 @@ from dsat.values.step_trace import (
 REDUCE = "reduce"
 ALL_TO_ALL = "alltoall"  # prefix of torch's names for it
 _STAGE_0_BUCKET = 5e8  # elements of an all-reduce in stage 0
-_HOP_S = 3.4e-6  # seconds between overlapped reductions: a hop of NCCL's Simple ring in a host
+_HOP_S = 3.4e-6  # seconds that an overlapped reduction adds: a hop of NCCL's Simple ring
 _GATHERS = 32  # gathers of a large model that are not full prefetch buckets
 
 # Fraction of the bandwidth, seconds of a hop inside a host, and seconds of a hop between hosts.

@@ -44,18 +44,20 @@ class PastRun:
 
 def folders(above: Path | None = None) -> list[Path]:
     """Return run folders: `above` and those in it (by default in `dsat_runs`), newest first."""
-    candidates = [] if above is None else [above]
     below = RUNS_FOLDER if above is None else above
-    candidates += sorted(below.iterdir()) if below.is_dir() else []
-    return sorted(filter(_is_of_run, candidates), key=changed_s, reverse=True)
+    candidates = sorted(below.iterdir()) if below.is_dir() else []
+    found = [folder for folder in candidates if _is_of_run(folder, if_hidden=above is None)]
+    if above is not None and _is_of_run(above, if_hidden=True):
+        found.append(above)
+    return sorted(found, key=changed_s, reverse=True)
 
 
-def _is_of_run(folder: Path) -> bool:
-    """Return whether a folder has a journal; True also if this user may not look."""
+def _is_of_run(folder: Path, *, if_hidden: bool) -> bool:
+    """Return whether a folder has a journal, or `if_hidden` if this user may not look."""
     try:
         return stat.S_ISREG((folder / FILE_NAME).stat().st_mode)
     except (OSError, ValueError) as error:
-        return isinstance(error, PermissionError)
+        return if_hidden and isinstance(error, PermissionError)
 
 
 def changed_s(folder: Path) -> float:
@@ -114,7 +116,7 @@ def find(path: Path | None) -> Path:
             )
         return newest[0]
     for folder in (path, RUNS_FOLDER / path):
-        if _is_of_run(folder):
+        if _is_of_run(folder, if_hidden=True):
             return folder
     raise UserInputError(
         "there is no such run", where=str(path), hint="`dsat runs` lists all runs."

@@ -62,9 +62,10 @@ def strategy_settings(
     """
     zero = config.get("zero_optimization") or {}
     own = of_config(config, 3)
+    is_own = strategy.stage > 0 and strategy == of_config(config)  # perhaps with NVMe for the host
     settings: dict[str, Any] = {}
     for section, wanted in strategy.offloading.items():
-        if wanted == own.offloading[section]:
+        if is_own or wanted == own.offloading[section]:
             continue
         settings[f"{section}.device"] = wanted
         if wanted == NVME and nvme_path is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dsat.command.own_files import COPIES_FOLDER
+from dsat.engines.trial_folder import TRIALS_FOLDER
 from dsat.errors import JournalError, UserInputError
 from dsat.run import history
 from dsat.run.folder_lock import FolderLock
@@ -36,6 +37,7 @@ _RESULTS = (
     PAGE_FILE,
     COPIES_FOLDER,
 )
+_OF_THE_ENGINE = (TRIALS_FOLDER, "simulation", "supervisor.log")  # what an engine writes there
 
 
 def choose(settings: Settings, name: str, locks: ExitStack, plan: Plan | None = None) -> Path:
@@ -62,9 +64,9 @@ def check(settings: Settings, name: str, plan: Plan | None = None) -> Path | Non
             where=str(folder),
             hint="Add --resume to continue it, or choose another folder.",
         )
-    elif folder is not None and (there := _results(folder)):
+    elif folder is not None and (there := _existing(folder, *_RESULTS, *_OF_THE_ENGINE)):
         raise UserInputError(
-            f"contains {there[0].name} already, which the results would replace",
+            f"contains {there[0].name} already, which the run would replace",
             where=str(folder),
             hint="Choose another folder.",
         )
@@ -72,8 +74,8 @@ def check(settings: Settings, name: str, plan: Plan | None = None) -> Path | Non
     return folder
 
 
-def _results(folder: Path) -> list[Path]:
-    return [path for name in _RESULTS if os.path.lexists(path := folder / name)]
+def _existing(folder: Path, *names: str) -> list[Path]:
+    return [path for name in names if os.path.lexists(path := folder / name)]
 
 
 def _find_run(folder: Path | None, name: str, plan: Plan | None) -> Path:
@@ -153,6 +155,8 @@ def keep_budget(folder: Path, settings: Settings, plan: Plan) -> Plan:
         return plan
     run = history.read_run(journal)
     own = run.plan.max_trials if run.has_begun else 0
+    if len(run.trials) > own:  # by an earlier version, which did not count reused trials
+        own += len(run.earlier)
     return replace(plan, max_trials=max(plan.max_trials, own))
 
 
@@ -167,7 +171,7 @@ def earlier_runs(folder: Path, plan: Plan, info: Mapping[str, Any]) -> list[Run]
     if run.has_begun and difference_to(plan, run.plan) is None:
         changed = history.difference(run, plan, info)
         if changed is not None and not _is_over(run, plan):
-            _set_aside(journal, _results(folder))
+            _set_aside(journal, _existing(folder, *_RESULTS))
             _log.info(
                 "%s: the search begins again without what was measured before the change", changed
             )

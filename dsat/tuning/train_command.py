@@ -185,7 +185,8 @@ def _launcher(ready: Prepared, program: Entrypoint, best: Mapping[str, Any]) -> 
         chosen = tuple(position for position in there if position not in without)
     names = tuple(map(str, chosen))
     given = {**os.environ, **program.env}
-    if any(given.get(name) for name in ready.machine.visible_devices):
+    numbered = all(name.isdecimal() for name in ready.machine.devices)  # no UUIDs
+    if numbered and any(given.get(name) for name in ready.machine.visible_devices):
         names = names or ready.machine.devices  # with --num_gpus, DeepSpeed ignores the variable
     if names:
         devices = ",".join(names[: ready.plan.slots_per_trial])

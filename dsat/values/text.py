@@ -147,13 +147,16 @@ def _denotes_secret(name: str, value: str) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def _known_secrets(words: tuple[str, ...]) -> tuple[str, ...]:
+def _known_secrets(command: tuple[str, ...], variables: int) -> tuple[str, ...]:
     """Return the secrets in a command and in the environment, the longest first.
 
-    Left out are paths, and what may be an ordinary word.
+    Left out are paths, and what may be an ordinary word. `variables` is the number of environment
+    variables, with which the secrets may change.
     """
-    named = zip(words, _named(words), strict=True)
-    found = {word.removeprefix(shown) for word, (shown, name) in named if name}
+    found = set()
+    for words in (command, " ".join(command).split()):  # also inside of `bash -c '...'`
+        for word, (shown, name) in zip(words, _named(words), strict=True):
+            found |= {word.removeprefix(shown)} if name else set()
     found |= {value for name, value in os.environ.items() if is_secret(name, value)}
     hidden = {
         value
@@ -168,7 +171,7 @@ def hide_secrets(text: str) -> str:
 
     The secrets of this process's command and environment are hidden wherever they occur.
     """
-    for secret in _known_secrets(tuple(sys.argv)):
+    for secret in _known_secrets(tuple(sys.argv), len(os.environ)):
         text = text.replace(secret, HIDDEN)
     for pattern, instead in _SHOWN_SECRETS:
         text = pattern.sub(instead, text)
@@ -251,7 +254,7 @@ def _named(words: Iterable[str]) -> Iterator[tuple[str, str]]:
     flag, count = "", 0
     for word in words:
         is_flag = word.startswith("--") and not _DASHED_KEY.match(word)
-        is_further = count == 0 or _LOOKS_LIKE_A_KEY.match(word)  # `--api-keys A B`
+        is_further = count == 0 or (flag.endswith("s") and _LOOKS_LIKE_A_KEY.match(word))
         if is_secret(flag, word) and not is_flag and is_further:
             count += 1
             yield "", flag if count == 1 else f"{flag}_{count}"

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from dsat.command import entrypoint, placement
+from dsat.command import entrypoint, placement, script_source
 from dsat.command.entrypoint import DEEPSPEED, TORCHRUN, Entrypoint, parse
 from dsat.command.placement import Launch
 from dsat.errors import UserInputError
@@ -307,3 +307,14 @@ def test_a_script_that_starts_its_ranks_itself_is_known(
     assert entrypoint.starts_its_ranks(["train.py"], tmp_path) is expected
     assert not entrypoint.starts_its_ranks(["torchrun", "train.py"], tmp_path)
     assert not entrypoint.starts_its_ranks(["python3", "-m", "train"], tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'subprocess.check_output(["git", "log"])\nraise SystemExit("torchrun must start this")',
+        'subprocess.run(["nvidia-smi"])\nadd_argument("--how", choices=["none", "torchrun"])',
+    ],
+)
+def test_a_script_that_only_names_a_launcher_starts_no_ranks(line: str) -> None:
+    assert not script_source.starts_ranks(f"import subprocess\n{line}\n")

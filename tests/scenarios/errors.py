@@ -312,7 +312,13 @@ def mistakes() -> Iterator[Mistake]:
         line = f"model --dry-run -- train.py --deepspeed ds.json --output_dir out {flag}"
         yield Mistake(line, "", ("--per_device_train_batch_size", "positive"), {"ds.json": "{}"})
     yield Mistake("estimate --model empty", "--model empty", ("config.json",), {"empty/x": ""})
-    for name in ("best_ds_config.json", "best_ds_metrics.json", "report.html", "status.json"):
+    for name in (
+        "best_ds_config.json",
+        "best_ds_metrics.json",
+        "report.html",
+        "status.json",
+        "trials",
+    ):
         line = "model --run-dir empty -- python train.py"
         yield Mistake(line, "empty", (name,), {f"empty/{name}": "my own"})
     for line, where, words in _WORDS:
