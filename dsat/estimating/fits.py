@@ -36,6 +36,7 @@ class Fit:
     """Memory of a configuration, compared with the memory of the devices.
 
     Attributes:
+        dtype: type of the parameters; None if a script decides it.
         slots, card_bytes: number of devices, and the memory of each.
         strategy, batch: those of the user's configuration; without one, dsat's choice.
         chosen: changes that dsat makes besides choosing a strategy, so that the model fits.
@@ -51,6 +52,7 @@ class Fit:
     """
 
     name: str
+    dtype: str | None
     slots: int
     card_bytes: int
     strategy: Strategy
@@ -76,13 +78,14 @@ class Fit:
         return {**vars(self), "strategy": self.strategy.name, "batch": batch}
 
     def __str__(self) -> str:
+        in_type = f" in {self.dtype}" if self.dtype else ""
         added = f"{', '.join(self.chosen)} and " if self.chosen else ""
         with_what = f"{added}micro batch {self.batch.micro_batch}"
         text = [
             f"{self.name} {'fits' if self.fits else 'does not fit'} {self.slots} x "
-            f"{_size(self.card_bytes)}: {self.strategy.label} with {with_what} needs "
-            f"{fmt.memory(self.needed_bytes)} per GPU, plus 5 % to spare. The CUDA context and "
-            "NCCL need additional memory.",
+            f"{_size(self.card_bytes)}: {self.strategy.label}{in_type} with {with_what} "
+            f"needs {fmt.memory(self.needed_bytes)} per GPU, plus 5 % to spare. The CUDA context "
+            "and NCCL need additional memory.",
             *self._host(),
         ]
         lacking = edges.missing(self.needed_bytes, self.card_bytes)
@@ -202,6 +205,7 @@ def _check(model: SimulatedModel, devices: EstimateSettings, candidate: _Candida
     host_bytes = host.of_host(facts, config, shape.host_bytes, slots)
     return Fit(
         name=model.name,
+        dtype=model.dtype,
         slots=slots,
         card_bytes=card_bytes,
         strategy=of_config(config),

@@ -34,6 +34,7 @@ TINY = {
     "vocab_size": 1000,
     "max_position_embeddings": 512,
 }
+AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
 MIDDLE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
 
 
@@ -86,6 +87,25 @@ def test_options_of_the_model_change_what_it_needs(user: User) -> None:
     with_lora = peak("--seq-length", 256, "--lora", "r=1", "--formula")
     assert usual - with_lora > 12 * 2_000_000, "states"
     assert peak("--seq-length", 256, "--dtype", "fp16", "--exact") == pytest.approx(usual, rel=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported")
+@pytest.mark.parametrize(
+    ("dtype", "section"),
+    [("bf16", {"bf16": {"enabled": True}}), ("fp32", {}), ("fp32", {"torch_autocast": AUTOCAST})],
+)
+def test_parameters_have_the_type_of_the_users_file(
+    user: User, dtype: str, section: dict[str, Any]
+) -> None:
+    own = {"train_micro_batch_size_per_gpu": 1, **section}
+    (user.folder / "own.json").write_text(json.dumps(own))
+    words = ("--ds-config", "own.json", "--formula", "--seq-length", 128)
+    told = estimate(user, TINY, *words, "--fits", "1x16GiB")
+    assert told.json["dtype"] == dtype
+    table = estimate(user, TINY, *words, "--slots", 1).json
+    assert (table["dtype"], table["model"]["param_bytes"]) == (dtype, int(dtype[2:]) // 8)
+    assert f" in {dtype}, " in user.types("estimate", "--model", "config.json", *words).out
 
 
 @pytest.mark.slow
@@ -237,8 +257,8 @@ def test_nvme_is_advised_where_only_the_host_lacks_memory_and_can_be_simulated(u
     assert [way for way in refused.json["ways_out"] if "nvme" in way]
     nvme = {"device": "nvme", "nvme_path": str(user.folder)}
     zero = {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme}
-    own = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-    (user.folder / "own.json").write_text(json.dumps(own))
+    own = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+    (user.folder / "own.json").write_text(json.dumps({**own, "zero_optimization": zero}))
     told = estimate(user, model, *devices, "--ds-config", "own.json")
     assert (told.json["fits"], told.json["host_bytes"]) == (True, 0)
 
