@@ -110,6 +110,16 @@ def test_parameters_have_the_type_of_the_users_file(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("imported")
+def test_an_optimizer_that_deepspeed_has_for_no_cpu_is_simulated(user: User) -> None:
+    lion = {"type": "Lion", "params": {"lr": 1e-4}}
+    own = {"train_micro_batch_size_per_gpu": 1, "optimizer": lion}
+    (user.folder / "own.json").write_text(json.dumps(own))
+    words = ("--ds-config", "own.json", "--fits", "1x16GiB", "--seq-length", 128)
+    assert estimate(user, TINY, *words).json["fits"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize(
     ("cards", "fits"), [("1x16GiB/1GiB", True), ("1x50MiB", False), ("1x16GiB/1MiB", False)]
 )
