@@ -240,9 +240,10 @@ def test_if_the_simulation_refuses_what_the_formula_chose_the_next_is_tried(user
 @pytest.mark.parametrize(
     ("cards", "more", "ways"),
     [
-        ("2x2MiB", (), ["larger GPUs", "--lora"]),
-        ("2x2MiB/1MiB", (), ["larger GPUs", "--lora", "host lacks"]),
-        ("2x2MiB", ("--activation-checkpointing", "off"), ["larger GPUs", "--lora"]),
+        ("1x60MiB", (), ["Use larger GPUs, or training only adapters (--lora"]),
+        ("2x2MiB", (), ["Use larger GPUs."]),
+        ("2x2MiB/1MiB", (), ["Use larger GPUs.", "host lacks"]),
+        ("2x2MiB", ("--activation-checkpointing", "off"), ["Use larger GPUs, or activation"]),
     ],
 )
 def test_if_no_strategy_fits_the_ways_out_are_named(
