@@ -282,6 +282,7 @@ def test_a_projection_has_16384_tokens_a_gpu_by_default(user: User) -> None:
     words = ("--seq-length", 128, "--to", "8xA100-40GB", "--json")
     told = user.types("project", "--model", "config.json", *words)
     assert told.status == 0, told.err
+    assert told.json["dtype"] == "bf16"
     rows = told.json["best"]["8"]
     assert {row["train_batch_size"] for row in rows} == {8 * 16_384 // 128}
 
