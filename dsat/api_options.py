@@ -36,7 +36,7 @@ class ModelOptions(TargetOptions, total=False):
     model: PathLike | None
     seq_length: int | None
     lora: Mapping[str, Any] | str | None
-    dtype: str
+    dtype: str | None
     activation_checkpointing: str | None
 
 

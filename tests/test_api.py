@@ -496,6 +496,7 @@ _OF_TYPES: dict[Any, Any] = {
     Mapping[str, Sequence[Any]]: {"--num_workers": [0, 4], "bf16": [True, False]},
 }
 _WORDS = {
+    "dtype": "fp16",
     "activation_checkpointing": "on",
     "arg_mapping": "train_batch_size=--batch",
     "engine": "local",

@@ -174,6 +174,8 @@ TOO_LARGE = {
     "values.outcome Outcome: attributes",
     # Each attribute is a fact of the model.
     "values.outcome ModelProfile: attributes",
+    # Each attribute is a part of the answer.
+    "projecting.projection Projection: attributes",
     # Each attribute is an option.
     "tuning.settings Settings: attributes",
     "api_options TuneOptions: attributes",

@@ -93,17 +93,27 @@ def _find_on_hub(model: str) -> Path:
         ) from None
 
 
-def ds_config(dtype: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def ds_config(dtype: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the user's DeepSpeed configuration with usual values, and drop its scheduler.
 
     "auto" becomes the usual value. If there is none, the setting is dropped, except for sizes that
-    `fill_in_sizes` computes later. `dtype` (bf16, fp16 or fp32) applies unless the user's
-    configuration enables one.
+    `fill_in_sizes` computes later.
+
+    Args:
+        dtype: type of the parameters (bf16, fp16 or fp32); if it is None, that of the user's
+            configuration, in which "auto" means bf16 and no section means fp32.
+
+    Raises:
+        UserInputError: `dtype` contradicts the user's configuration.
     """
-    enabled = [name for name in _PRECISIONS if (given.get(name) or {}).get("enabled") is True]
+    own, _ = configs.data_types(given)
+    differs = own in _PRECISIONS and own != dtype
+    if dtype is not None and (differs or configs.at(given, f"{dtype}.enabled") is False):
+        raise UserInputError("contradicts the precision in --ds-config", where=f"--dtype {dtype}")
+    chosen = dtype or own or _PRECISIONS[0]
     usual: dict[str, Any] = {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        **{name: {"enabled": name in (enabled or [dtype])} for name in _PRECISIONS},
+        **{name: {"enabled": name == chosen} for name in _PRECISIONS},
     }
     total, *sizes = configs.BATCH_KEYS
     if not isinstance(given.get(total), int):  # else the global batch implies the other sizes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dsat.command import ds_config
 from dsat.command.switches import CHECKPOINTING
-from dsat.errors import UserInputError
+from dsat.errors import DsatError, UserInputError
 from dsat.estimating import edges, fewest_cards
 from dsat.estimating.line import Line
 from dsat.estimating.options import EstimateSettings
@@ -28,6 +29,7 @@ from dsat.values.zero_strategy import Strategy, of_config
 
 _log = logging.getLogger(__name__)
 _GB = 10**9
+_LORA = {"r": "16", "target": "all-linear"}
 _CHECKPOINTS, _UNPINNED = "activation checkpointing", '"pin_memory": false'
 
 
@@ -36,6 +38,7 @@ class Fit:
     """Memory of a configuration, compared with the memory of the devices.
 
     Attributes:
+        dtype: type of the parameters; None if a script decides it.
         slots, card_bytes: number of devices, and the memory of each.
         strategy, batch: those of the user's configuration; without one, dsat's choice.
         chosen: changes that dsat makes besides choosing a strategy, so that the model fits.
@@ -51,6 +54,7 @@ class Fit:
     """
 
     name: str
+    dtype: str | None
     slots: int
     card_bytes: int
     strategy: Strategy
@@ -76,13 +80,14 @@ class Fit:
         return {**vars(self), "strategy": self.strategy.name, "batch": batch}
 
     def __str__(self) -> str:
+        in_type = f" in {self.dtype}" if self.dtype else ""
         added = f"{', '.join(self.chosen)} and " if self.chosen else ""
         with_what = f"{added}micro batch {self.batch.micro_batch}"
         text = [
             f"{self.name} {'fits' if self.fits else 'does not fit'} {self.slots} x "
-            f"{_size(self.card_bytes)}: {self.strategy.label} with {with_what} needs "
-            f"{fmt.memory(self.needed_bytes)} per GPU, plus 5 % to spare. The CUDA context and "
-            "NCCL need additional memory.",
+            f"{_size(self.card_bytes)}: {self.strategy.label}{in_type} with {with_what} "
+            f"needs {fmt.memory(self.needed_bytes)} per GPU, plus 5 % to spare. The CUDA context "
+            "and NCCL need additional memory.",
             *self._host(),
         ]
         lacking = edges.missing(self.needed_bytes, self.card_bytes)
@@ -202,6 +207,7 @@ def _check(model: SimulatedModel, devices: EstimateSettings, candidate: _Candida
     host_bytes = host.of_host(facts, config, shape.host_bytes, slots)
     return Fit(
         name=model.name,
+        dtype=model.dtype,
         slots=slots,
         card_bytes=card_bytes,
         strategy=of_config(config),
@@ -262,7 +268,8 @@ def _ways_out(model: SimulatedModel, devices: EstimateSettings) -> tuple[str, ..
     basis = Basis.of_model(model.simulator.facts(config, switches))
     found = fewest_cards.fewest(basis, config, devices.host_memory, sizes=(card_bytes,))
     enough = min((choice.cards for choice in found if choice.cards > slots), default=None)
-    ways = ["more or larger GPUs" if enough is None else f"at least {enough} such GPUs"]
+    larger = "more or larger GPUs" if found else "larger GPUs"
+    ways = [larger if enough is None else f"at least {enough} such GPUs"]
     if is_off:
         ways.append("activation checkpointing")
     table = LineByLine(replace(model, config=config), devices, switches)
@@ -270,9 +277,22 @@ def _ways_out(model: SimulatedModel, devices: EstimateSettings) -> tuple[str, ..
     of_stage_3 = [each for each in table.lines() if each.strategy.stage == 3]
     if any(s.strategy.offloads and edges.missing(s.needed, card_bytes) <= 0 for s in of_stage_3):
         ways.append('offloading to NVMe ("device": "nvme" in --ds-config)')
-    if devices.lora is None:
-        ways.append("training only adapters (--lora r=16,target=all-linear)")
+    if devices.lora is None and _fits_with(replace(devices, lora=_LORA)):
+        wanted = ",".join(f"{key}={value}" for key, value in _LORA.items())
+        ways.append(f"training only adapters (--lora {wanted})")
     return tuple(ways)
+
+
+def _fits_with(devices: EstimateSettings) -> bool:
+    """Return whether any strategy fits by formula, with all that saves memory and is allowed."""
+    recomputes = devices.activation_checkpointing or "on"
+    with (
+        contextlib.suppress(DsatError),  # for example, the model has no linear layers
+        simulate(replace(devices, activation_checkpointing=recomputes)) as model,
+    ):
+        table = LineByLine(replace(model, config=_unpinned(model.config)), devices)
+        return any(line.largest[devices.slot_memories[0]] for line in table.lines())
+    return False
 
 
 def _unpinned(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ class Estimate:
         edges: strategies that nearly fit.
         cards: the fewest cards of each usual memory size.
         sequence_length: tokens of a sample; None if samples are not sequences.
+        dtype: type of the parameters; None if a script decides it.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Estimate:
     edges: Sequence[Edge]
     cards: Sequence[Choice]
     sequence_length: int | None
+    dtype: str | None
 
     @property
     def is_complete(self) -> bool:
@@ -63,6 +65,7 @@ class Estimate:
             "name": self.name,
             "model": vars(self.model),
             "sequence_length": self.sequence_length,
+            "dtype": self.dtype,
             "lines": [line.to_json() for line in self.lines],
             "advice": [each.to_json() for each in self.advice],
             "edges": [each.to_json() for each in self.edges],
@@ -71,10 +74,12 @@ class Estimate:
 
     def __str__(self) -> str:
         facts, lines = self.model, self.lines
+        in_type = f" in {self.dtype}" if self.dtype else ""
         tokens = f" of {self.sequence_length:,} tokens" if self.sequence_length else ""
         text = [
-            f"{self.name}: {facts.num_params:,} parameters, {facts.trainable_params:,} of them "
-            f"trained; activations {fmt.memory(facts.backward_bytes_per_sample)} per sample{tokens}"
+            f"{self.name}: {facts.num_params:,} parameters{in_type}, {facts.trainable_params:,} of "
+            f"them trained; activations {fmt.memory(facts.backward_bytes_per_sample)} per sample"
+            f"{tokens}"
         ]
         for slots in dict.fromkeys(line.slots for line in lines):
             text += ["", f"{fmt.count(slots, 'GPU')}:", ""]
@@ -189,7 +194,8 @@ class LineByLine:
         cards = fewest_cards.fewest(self._basis, config, self._settings.host_memory)
         advice = advise(self._facts, config, lines, self._length)
         near = self._edges(lines)
-        return Estimate(self._model.name, self._facts, lines, advice, near, cards, self._length)
+        name, dtype = self._model.name, self._model.dtype
+        return Estimate(name, self._facts, lines, advice, near, cards, self._length, dtype)
 
     def fastest_first(self) -> Iterator[Strategy]:
         """Yield the strategies that fit the first number of devices, in order of advice."""

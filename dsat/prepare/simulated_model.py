@@ -44,14 +44,22 @@ class SimulatedModel:
     Attributes:
         name: name of the experiment, the script or the model.
         config: the DeepSpeed configuration, completed by `build`.
+        dtype: type of the parameters (bf16, fp16 or fp32); None if a script decides it.
     """
 
     name: str
     config: dict[str, Any]
     simulator: Simulator
+    dtype: str | None = None
 
     @classmethod
-    def build(cls, name: str, config: Mapping[str, Any], simulator: Simulator) -> SimulatedModel:
+    def build(
+        cls,
+        name: str,
+        config: Mapping[str, Any],
+        simulator: Simulator,
+        dtype: str | None = None,
+    ) -> SimulatedModel:
         """Complete a configuration with the script's optimizer and the values of "auto" sizes."""
         script = simulator.script
         more: dict[str, Any] = {}
@@ -59,7 +67,7 @@ class SimulatedModel:
             more["zero_optimization"] = ds_config.fill_in_sizes(zero, script.hidden_size)
         if script.optimizer:
             more["optimizer"] = dict(script.optimizer)
-        return cls(name, {**config, **more}, simulator)
+        return cls(name, {**config, **more}, simulator, dtype)
 
 
 @contextlib.contextmanager
@@ -89,7 +97,8 @@ def simulate(settings: ModelSettings) -> Iterator[SimulatedModel]:
             ) as simulator,
         ):
             warn_of_length(settings, simulator.script)
-            yield SimulatedModel.build(experiment.name, config, simulator)
+            dtype = None if settings.model is None else hf_config.dtype_of(config)
+            yield SimulatedModel.build(experiment.name, config, simulator, dtype)
     except SimulationUnavailable as error:
         option, _, problem = str(error).partition(": ")
         if settings.model is not None and option in ("--seq-length", "--lora"):
@@ -163,7 +172,8 @@ def _read_source(settings: ModelSettings) -> Source:
 def _script_for(settings: ModelSettings, model: str) -> Source:
     path = hf_config.find(model)
     name = name_of(model, path)
-    given = experiments.make_experiment([], name, Path.cwd(), settings.ds_config or {})
+    own = settings.ds_config or {"bf16": {"enabled": ds_config.AUTO}}
+    given = experiments.make_experiment([], name, Path.cwd(), own)
     config = hf_config.ds_config(settings.dtype, given.ds_config)
     args = ["--model", str(path), "--dtype", hf_config.dtype_of(config)]
     if settings.seq_length is not None:

@@ -69,13 +69,13 @@ class ModelSettings(Target):
         help="with --model: train low-rank adapters of these layers alone "
         "(for example r=16,target=q_proj+v_proj, or target=all-linear)",
     )
-    dtype: str = option(
+    dtype: str | None = option(
         "--dtype",
         goes_with="--model",
         kind=WORD,
-        default="bf16",
         choices=("bf16", "fp16", "fp32"),
-        help="with --model: the type of the parameters",
+        help="with --model: the type of the parameters (default: that of --ds-config, where no "
+        "precision means fp32; without --ds-config, bf16)",
     )
     activation_checkpointing: str | None = option(
         "--activation-checkpointing",

@@ -89,6 +89,7 @@ class Projection:
         tokens: number of tokens of the whole training; None if not given.
         price: price of a card for an hour; None if not given.
         batch_is_default: whether dsat chose the global batch.
+        dtype: type of the parameters; None if a script decides it.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Projection:
     tokens: float | None = None
     price: float | None = None
     batch_is_default: bool = False
+    dtype: str | None = None
 
     def training(self, row: Row) -> dict[str, Any] | None:
         """Return time, card-hours and, with a price, cost; None without tokens or sequences."""
@@ -140,6 +142,7 @@ class Projection:
             "parameters": self.parameters,
             "trained_parameters": self.trained,
             "sequence_length": self.sequence_length,
+            "dtype": self.dtype,
             "activation_checkpointing": self.recomputes,
             "own": [json_of(row) for row in self.own],
             "best": {str(n): [json_of(row) for row in rows] for n, rows in self.best.items()},
@@ -164,8 +167,9 @@ def summary(shown: Projection) -> str:
     """Return the model, the cards, and time and cost if asked for; or that nothing fits."""
     card, gpus = shown.card, fmt.count(shown.count, "GPU")
     trained = f" ({shown.trained:,} trained)" if shown.trained < shown.parameters else ""
+    in_type = f" in {shown.dtype}" if shown.dtype else ""
     text = [
-        f"{shown.name}: {shown.parameters:,} parameters{trained} on {card.name}, "
+        f"{shown.name}: {shown.parameters:,} parameters{trained}{in_type} on {card.name}, "
         f"{card.per_host} per host, {shown.network_bandwidth * 8e-9:.0f} usable Gbit/s per GPU "
         "between hosts."
     ]

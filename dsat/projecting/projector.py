@@ -69,7 +69,7 @@ def project(settings: ProjectSettings) -> Projection:
     projector = Projector(traced, card, network)
     if past is not None:
         projector.calibrate(past)
-    return projector.projection(model.name, settings)
+    return replace(projector.projection(model.name, settings), dtype=model.dtype)
 
 
 def _check_slots(traced: Traced, count: int) -> None:

@@ -17,6 +17,8 @@ MEMORY_PART = 0.85  # fraction of the memory bandwidth that elementwise kernels 
 _OTHER_KINDS = frozenset(("laptop", "mig", "nvl", "pcie"))  # words for slower variants of a card
 _OF_ANY = re.compile(r"nvidia|amd|instinct|geforce|sxm\d*|hbm\w*")  # words that drivers add
 _OF_MANY = re.compile(r"\d+gb|pcie|rtx|nvl")  # words that alone identify no card
+_MEMORY = re.compile(r"(\d+)gb")
+_SAME_MEMORY = 0.1  # of a card's: names and drivers round it
 _PCIE_PART, _NETWORK_PART = 0.88, 0.9  # fractions of the bandwidths that transfers reach
 
 
@@ -88,9 +90,11 @@ def of_device(name: str) -> Card | None:
 
     A card matches if the words of its name are all in the device's name; of these, the longest name
     wins. Else, it matches if its name has all words of the device's name; of these, the card with
-    the most memory wins. If the device's name has a variant (`pcie`), so must the card's.
+    the most memory wins. If the device's name has a variant (`pcie`), so must the card's. If it has
+    a memory size, the card's must be about the same.
     """
-    known, wanted = table(), _words(name)
+    wanted = _words(name)
+    known = {key: card for key, card in table().items() if _has_memory(card, wanted)}
     words = {key: _words(key) for key in known}
     inside = [
         key
@@ -116,6 +120,12 @@ def _words(name: str) -> frozenset[str]:
     """Split a name into lower-case words; `80G` and `80GiB` become `80gb`."""
     words = re.findall(r"[a-z0-9]+", name.lower())
     return frozenset(re.sub(r"^(\d+)gi?b?$", r"\1gb", word) for word in words)
+
+
+def _has_memory(card: Card, words: frozenset[str]) -> bool:
+    """Return whether each memory size in the words of a name is about that of a card."""
+    sizes = [int(found[1]) * _GIB for found in map(_MEMORY.fullmatch, words) if found]
+    return all(abs(size - card.memory_bytes) < _SAME_MEMORY * card.memory_bytes for size in sizes)
 
 
 def _plain(name: str) -> str:

@@ -160,13 +160,18 @@ def _not_compiled(function: Any = None, **_: Any) -> Any:
 def _without_operators(tracker: StorageTracker | None = None) -> list[tuple[Any, str, Any]]:
     """Return changes that keep DeepSpeed from compiling operators, which would access memory."""
     from deepspeed.ops.op_builder.builder import OpBuilder
+    from deepspeed.ops.op_builder.cpu.no_impl import NotImplementedBuilder
+
+    def load(self: Any, verbose: bool = True) -> _NoOperator:
+        return _NoOperator(tracker)
 
     communication: Any = importlib.import_module("deepspeed.comm.torch")
     processor: Any = importlib.import_module("cpuinfo")
     return [
         # DeepSpeedCPUAdam looks up the processor's vendor, which takes a second.
         (processor, "get_cpu_info", dict),
-        (OpBuilder, "load", lambda self, verbose=True: _NoOperator(tracker)),
+        (OpBuilder, "load", load),
+        (NotImplementedBuilder, "load", load),  # of what DeepSpeed's CPU lacks, such as Lion
         (OpBuilder, "is_compatible", lambda self, verbose=False: True),
         (communication, "build_shm_op", lambda: None),  # the CPU's all-reduce in shared memory
     ]

@@ -23,16 +23,19 @@ AUTO = {"enabled": "auto"}
 @pytest.mark.parametrize(
     ("dtype", "given", "trained"),
     [
-        ("fp32", {}, "fp32"),
         ("fp16", {"bf16": AUTO, "fp16": AUTO}, "fp16"),
-        ("bf16", {"fp16": {"enabled": True}}, "fp16"),
-        ("fp16", {"bf16": {"enabled": True}, "fp16": AUTO}, "bf16"),
-        ("bf16", {"bf16": {"enabled": False}}, "fp32"),
-        ("bf16", {"fp16": {"loss_scale": 0}}, "bf16"),
+        (None, {"bf16": AUTO, "fp16": AUTO}, "bf16"),
+        (None, {"fp16": {"enabled": True}}, "fp16"),
+        (None, {"bf16": {"enabled": True}, "fp16": AUTO}, "bf16"),
+        (None, {"bf16": {"enabled": False}}, "fp32"),
+        (None, {}, "fp32"),
+        (None, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "fp32"),
+        (None, {"fp16": {"loss_scale": 0}}, "fp32"),
+        ("bf16", {"fp16": {"enabled": False}}, "bf16"),
     ],
 )
 def test_the_users_file_decides_what_is_trained(
-    dtype: str, given: Mapping[str, Any], trained: str
+    dtype: str | None, given: Mapping[str, Any], trained: str
 ) -> None:
     config = hf_config.ds_config(dtype, {**given, "gradient_clipping": "auto"})
     assert hf_config.dtype_of(config) == trained

@@ -307,6 +307,11 @@ def mistakes() -> Iterator[Mistake]:
     for text, words in _MODELS.items():
         line, model = "estimate --model model.json", {"model.json": text}
         yield Mistake(line, "model.json", _words(words), model)
+    for dtype, name, enabled in (("fp32", "bf16", True), ("bf16", "bf16", False)):
+        own = {name: {"enabled": enabled}}
+        files = {"config.json": '{"model_type": "llama"}', "ds.json": json.dumps(own)}
+        line = f"estimate --model . --dtype {dtype} --ds-config ds.json"
+        yield Mistake(line, f"--dtype {dtype}", ("precision", "--ds-config"), files)
     for bad in ("many", "0", "1.5", ""):
         flag = f"--per_device_train_batch_size={bad}"
         line = f"model --dry-run -- train.py --deepspeed ds.json --output_dir out {flag}"

@@ -34,6 +34,7 @@ TINY = {
     "vocab_size": 1000,
     "max_position_embeddings": 512,
 }
+AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
 MIDDLE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
 
 
@@ -86,6 +87,35 @@ def test_options_of_the_model_change_what_it_needs(user: User) -> None:
     with_lora = peak("--seq-length", 256, "--lora", "r=1", "--formula")
     assert usual - with_lora > 12 * 2_000_000, "states"
     assert peak("--seq-length", 256, "--dtype", "fp16", "--exact") == pytest.approx(usual, rel=0.3)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported")
+@pytest.mark.parametrize(
+    ("dtype", "section"),
+    [("bf16", {"bf16": {"enabled": True}}), ("fp32", {}), ("fp32", {"torch_autocast": AUTOCAST})],
+)
+def test_parameters_have_the_type_of_the_users_file(
+    user: User, dtype: str, section: dict[str, Any]
+) -> None:
+    own = {"train_micro_batch_size_per_gpu": 1, **section}
+    (user.folder / "own.json").write_text(json.dumps(own))
+    words = ("--ds-config", "own.json", "--formula", "--seq-length", 128)
+    told = estimate(user, TINY, *words, "--fits", "1x16GiB")
+    assert told.json["dtype"] == dtype
+    table = estimate(user, TINY, *words, "--slots", 1).json
+    assert (table["dtype"], table["model"]["param_bytes"]) == (dtype, int(dtype[2:]) // 8)
+    assert f" in {dtype}, " in user.types("estimate", "--model", "config.json", *words).out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported")
+def test_an_optimizer_that_deepspeed_has_for_no_cpu_is_simulated(user: User) -> None:
+    lion = {"type": "Lion", "params": {"lr": 1e-4}}
+    own = {"train_micro_batch_size_per_gpu": 1, "optimizer": lion}
+    (user.folder / "own.json").write_text(json.dumps(own))
+    words = ("--ds-config", "own.json", "--fits", "1x16GiB", "--seq-length", 128)
+    assert estimate(user, TINY, *words).json["fits"]
 
 
 @pytest.mark.slow
@@ -210,9 +240,10 @@ def test_if_the_simulation_refuses_what_the_formula_chose_the_next_is_tried(user
 @pytest.mark.parametrize(
     ("cards", "more", "ways"),
     [
-        ("2x2MiB", (), ["larger GPUs", "--lora"]),
-        ("2x2MiB/1MiB", (), ["larger GPUs", "--lora", "host lacks"]),
-        ("2x2MiB", ("--activation-checkpointing", "off"), ["larger GPUs", "--lora"]),
+        ("1x60MiB", (), ["Use larger GPUs, or training only adapters (--lora"]),
+        ("2x2MiB", (), ["Use larger GPUs."]),
+        ("2x2MiB/1MiB", (), ["Use larger GPUs.", "host lacks"]),
+        ("2x2MiB", ("--activation-checkpointing", "off"), ["Use larger GPUs, or activation"]),
     ],
 )
 def test_if_no_strategy_fits_the_ways_out_are_named(
@@ -237,8 +268,8 @@ def test_nvme_is_advised_where_only_the_host_lacks_memory_and_can_be_simulated(u
     assert [way for way in refused.json["ways_out"] if "nvme" in way]
     nvme = {"device": "nvme", "nvme_path": str(user.folder)}
     zero = {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme}
-    own = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
-    (user.folder / "own.json").write_text(json.dumps(own))
+    own = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
+    (user.folder / "own.json").write_text(json.dumps({**own, "zero_optimization": zero}))
     told = estimate(user, model, *devices, "--ds-config", "own.json")
     assert (told.json["fits"], told.json["host_bytes"]) == (True, 0)
 
@@ -251,6 +282,7 @@ def test_a_projection_has_16384_tokens_a_gpu_by_default(user: User) -> None:
     words = ("--seq-length", 128, "--to", "8xA100-40GB", "--json")
     told = user.types("project", "--model", "config.json", *words)
     assert told.status == 0, told.err
+    assert told.json["dtype"] == "bf16"
     rows = told.json["best"]["8"]
     assert {row["train_batch_size"] for row in rows} == {8 * 16_384 // 128}
 

@@ -22,6 +22,8 @@ NAMES = {
     "rtx4090": "RTX-4090",
     "NVIDIA GeForce RTX 4090": "RTX-4090",
     "AMD Instinct MI300X": "MI300X",
+    "NVIDIA L40S 48GB": "L40S",
+    "B200-192GB": "B200",
 }
 
 
@@ -35,6 +37,7 @@ def test_cards_are_found_as_people_and_drivers_name_them(given: str) -> None:
     [
         *("A10", "L4", "L40", "H20", "GH200", "H100 NVL", "RTX 4090 Laptop GPU", "V100", "-"),
         *("RTX", "PCIe", "40GB", "80G PCIe"),  # of several cards
+        *("H100-64GB", "H100 94GB", "A100-64GB"),  # with another memory
     ],
 )
 def test_another_card_of_a_similar_name_is_not_taken_for_it(given: str) -> None:
