@@ -114,7 +114,7 @@ def _search(search: local.LocalSearch, view: LiveView) -> int:
     with view:
         search.search(view)
     if search.ready.settings.json:
-        output.print_json(RunView.build(search.run).to_json(search.folder))
+        output.print_json(RunView(search.run).to_json(search.folder))
     if search.profiled:
         terminal.show(
             sys.stderr if search.ready.settings.json else sys.stdout, output.result_of(search)

@@ -196,7 +196,7 @@ class Runner:
             text = json.dumps({"experiment_id": self.experiment_id})
             (path / _EXPERIMENT_FILE).write_text(text, encoding="utf-8")
             write_atomically(path / FILE_NAME, to_text(events))
-            summary.write_files(RunView.build(self._run), path, "")
+            summary.write_files(RunView(self._run), path, "")
 
     def _load(self, storage_id: str) -> None:
         with self._context.checkpoint.restore_path(storage_id) as path:
@@ -277,7 +277,7 @@ class Runner:
         self._print_result(refusal=refusal)
         self._context.train.report_validation_metrics(
             steps_completed=len(run.outcomes),
-            metrics=result.metrics(RunView.build(run), failed=failed),
+            metrics=result.metrics(RunView(run), failed=failed),
         )
         if failed:
             self._master.cancel(self._runner_id)
@@ -286,7 +286,7 @@ class Runner:
 
     def _print_result(self, *, canceled: bool = False, refusal: str | None = None) -> None:
         """Print the result so far, start the full-length run if requested, set the description."""
-        view, over = RunView.build(self._run), self._search.over
+        view, over = RunView(self._run), self._search.over
         reason = view.stop_reason or refusal
         for line in result.text_lines(view):
             say(line)

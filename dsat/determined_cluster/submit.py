@@ -250,7 +250,7 @@ def _log_checkpoint(master: Master, number: int) -> None:
 
 def _write_run(events: Sequence[Mapping[str, Any]], name: str) -> Path:
     """Write the journal and the result files into a new run folder; return the folder."""
-    view = RunView.build(Run(events))
+    view = RunView(Run(events))
     with contextlib.ExitStack() as locks:
         folder = run_folders.choose(Settings(method=""), name, locks)
         write_atomically(folder / FILE_NAME, to_text(events))

@@ -88,5 +88,5 @@ class LiveView(Observer):
         """Return the view of a run, rebuilt only after a trial began or ended."""
         state = len(run.trials), len(run.outcomes)
         if self._view is None or state != self._built_at:
-            self._view, self._built_at = RunView.build(run), state
+            self._view, self._built_at = RunView(run), state
         return self._view

@@ -102,7 +102,7 @@ def describe_run(view: RunView, folder: Path, state: str) -> list[Part]:
 
 def describe_trial(run: Run, trial: Trial, folder: Path) -> list[Part]:
     """Return everything about one trial, with the ends of its logs."""
-    view, batch, slots = TrialView.build(run, trial), trial.batch, run.plan.slots_per_trial
+    view, batch, slots = TrialView(run, trial), trial.batch, run.plan.slots_per_trial
     groups = batch.parallelism.groups(slots)
     stage = fmt.strategy(trial.strategy)
     lines = [
@@ -119,7 +119,7 @@ def describe_trial(run: Run, trial: Trial, folder: Path) -> list[Part]:
 
 def trial_to_json(run: Run, trial: Trial, folder: Path) -> dict[str, Any]:
     """Return everything about one trial as JSON values."""
-    view = TrialView.build(run, trial)
+    view = TrialView(run, trial)
     memory = None if view.outcome is None else view.outcome.memory
     return {
         **view.to_json(),

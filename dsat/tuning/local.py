@@ -215,7 +215,7 @@ class _FileKeeper(Observer):
 
 def _write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = True) -> None:
     """Write the result files, by default with the report."""
-    view, line = RunView.build(run), train_command.make_line(ready, run, folder)
+    view, line = RunView(run), train_command.make_line(ready, run, folder)
     summary.write_files(view, folder, line)
     train_command.write_own_files(ready, run, folder)
     if with_page:
