@@ -34,9 +34,6 @@ from dsat.determined_cluster.master import (
     describe_request,
     is_ending,
     is_unreachable,
-    kill_trial,
-    read_trial_log,
-    running_trials,
 )
 from dsat.determined_cluster.search import EVENT_FULL_RUN, ClusterSearch
 from dsat.determined_cluster.waiting import StateWatch, TimeLimit, long_poll
@@ -77,7 +74,7 @@ class Runner:
         self._submitted = self._master.submitted_config(runner_id)
         self._watch = StateWatch(lambda: self._master.state_now(self.experiment_id), say)
         self._limit = TimeLimit(
-            lambda: running_trials(self._master, self.experiment_id), job.trial.timeout_s
+            lambda: self._master.running_trials(self.experiment_id), job.trial.timeout_s
         )
         self._saved_events = -1
         self._reported = 0
@@ -143,8 +140,8 @@ class Runner:
             if self._context.preempt.should_preempt():
                 raise Preempted
             for number, trial_id in self._limit.overdue().items():
-                if self._search.time_out(number):
-                    kill_trial(self._master, trial_id)
+                if self._search.engine.time_out(number):
+                    self._master.kill_trial(trial_id)
 
         return long_poll(self._events, check, self._watch.is_idle)
 
@@ -180,7 +177,7 @@ class Runner:
         engine = ClusterEngine(
             self._job,
             self._runner_id,
-            lambda trial_id: read_trial_log(self._master, self.experiment_id, trial_id),
+            lambda trial_id: self._master.read_trial_log(self.experiment_id, trial_id),
         )
         return ClusterSearch(self._job, engine, events=events, say=say)
 

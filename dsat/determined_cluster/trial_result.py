@@ -32,8 +32,8 @@ def from_metric(metric: Any) -> Outcome:
         return Outcome.from_json(found)
     return Outcome(
         OutcomeKind.INVALID,
-        message=f"the script reported its own searcher metric, {_shown(metric)}, but dsat measured "
-        f"nothing. {_SCRIPT}",
+        message="the script reported its own searcher metric, "
+        f"{json.dumps(metric)}, but dsat measured nothing. {_SCRIPT}",
     )
 
 
@@ -156,8 +156,3 @@ def _last_traceback(lines: Sequence[str]) -> list[str]:
 def _without_rank(line: str) -> str:
     """Return a line without a launcher's prefix (`[rank0]: `)."""
     return (line.startswith("[") and line.partition("]: ")[2]) or line
-
-
-def _shown(metric: Any) -> str:
-    text = json.dumps(metric)
-    return text if len(text) <= 60 else f"{text[:60]}..."

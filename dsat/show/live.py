@@ -14,7 +14,7 @@ from rich.table import Table as RichTable
 from dsat.run.loop import Observer
 from dsat.run.run import Run
 from dsat.show import progress, terminal
-from dsat.show.view import RunView, TrialView
+from dsat.show.view import RunView
 from dsat.values.table import Table
 
 _LAST_TRIALS = 12
@@ -66,8 +66,15 @@ class LiveView(Observer):
     def waited(self, run: Run) -> None:
         if self._live is None or not run.has_begun:
             return
-        view = self._view_of(run)
-        cells = [(each.label, self._result_of(each)) for each in view.trials[-_LAST_TRIALS:]]
+        state = len(run.trials), len(run.outcomes)  # else the view does not change
+        if self._view is None or state != self._built_at:
+            self._view, self._built_at = RunView(run), state
+        view = self._view
+        cells = []
+        for each in view.trials[-_LAST_TRIALS:]:
+            folder = self._trials / each.trial.name
+            result = each.result if each.outcome else progress.describe_activity(folder)
+            cells.append((each.label, result))
         lines = (view.verdict.headline, *progress.describe_progress(run))
         if (cells, lines) == self._shown:
             return
@@ -78,15 +85,3 @@ class LiveView(Observer):
             Table(("trial", "result"), cells, names=("trial",)), self._console.width
         )
         self._live.update(Group(table, bar, *map(terminal.as_text, lines)), refresh=True)
-
-    def _result_of(self, each: TrialView) -> str:
-        """Return how a trial ended, or what it is doing."""
-        folder = self._trials / each.trial.name
-        return each.result if each.outcome else progress.describe_activity(folder)
-
-    def _view_of(self, run: Run) -> RunView:
-        """Return the view of a run, rebuilt only after a trial began or ended."""
-        state = len(run.trials), len(run.outcomes)
-        if self._view is None or state != self._built_at:
-            self._view, self._built_at = RunView(run), state
-        return self._view

@@ -189,7 +189,25 @@ class LocalSearch:
             return
         if not isinstance(self._engine, LocalEngine):
             raise UserInputError("needs the local engine", where="--run-full-experiment")
-        _train(self._engine, best, out, err)
+        folder = self._engine.train(best)
+        _log.info("training with %s in full length; its output is kept in %s", best.name, folder)
+        followed = [
+            (follow(folder / name), stream)
+            for name, stream in zip(log_files(0), (out, err), strict=True)
+            if stream is not None
+        ]
+        outcome = None
+        while outcome is None:
+            outcome = dict(self._engine.poll(1.0)).get(FULL_RUN_ID)
+            for texts, stream in followed:
+                stream.write(next(texts))
+                stream.flush()
+        if outcome.kind is not OutcomeKind.OK:
+            raise SearchFailed(
+                f"{outcome.describe('the full-length run')}. Its log is {folder / 'stderr.log'}.",
+                "" if followed else outcome.detail,
+            )
+        _log.info("training finished; its output is in %s", folder)
 
 
 def _log_line(kind: Kind, text: str) -> None:
@@ -272,31 +290,6 @@ def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
         slots_per_trial=ready.plan.slots_per_trial,
         own=ready.first,
     )
-
-
-def _train(engine: LocalEngine, best: Trial, *streams: TextIO | None) -> None:
-    folder = engine.train(best)
-    _log.info("training with %s in full length; its output is kept in %s", best.name, folder)
-    followed = [
-        (follow(folder / name), stream)
-        for name, stream in zip(log_files(0), streams, strict=True)
-        if stream is not None
-    ]
-    while True:
-        ended = engine.poll(1.0)
-        for texts, stream in followed:
-            stream.write(next(texts))
-            stream.flush()
-        for trial_id, outcome in ended:
-            if trial_id != FULL_RUN_ID:
-                continue
-            if outcome.kind is OutcomeKind.OK:
-                _log.info("training finished; its output is in %s", folder)
-                return
-            raise SearchFailed(
-                f"{outcome.describe('the full-length run')}. Its log is {folder / 'stderr.log'}.",
-                "" if followed else outcome.detail,
-            )
 
 
 def _failure(run: Run, trials: Path) -> DsatError:

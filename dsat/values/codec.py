@@ -19,6 +19,7 @@ from typing import Any, TypeVar, Union
 from dsat.values.text import printable
 
 T = TypeVar("T")
+_hints = functools.cache(typing.get_type_hints)
 
 
 class DecodeError(ValueError):
@@ -128,11 +129,6 @@ def _dataclass(kind: Any, data: Mapping[str, Any], where: str) -> Any:
         return kind(**values)
     except ValueError as error:
         raise DecodeError(where or kind.__name__, f"has an invalid value: {error}") from None
-
-
-@functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
 
 
 def _tuple(kinds: Sequence[Any], data: Sequence[Any], where: str) -> Any:

@@ -195,7 +195,7 @@ def hide_secrets(text: str) -> str:
 
 def hide_secrets_in_words(words: Iterable[str]) -> list[str]:
     """Return the words of a command with `***` in place of anything that looks like a secret."""
-    return [f"{shown}{HIDDEN}" if name else shown for shown, name in _hidden(words)]
+    return [f"{rest}{HIDDEN}" if name else hide_secrets(rest) for rest, name in _named(words)]
 
 
 def shell_line(words: Sequence[str], own: Path) -> str:
@@ -208,14 +208,12 @@ def shell_line(words: Sequence[str], own: Path) -> str:
     """
     line: list[str] = []
     before = ""
-    for number, (word, (shown, name)) in enumerate(zip(words, _hidden(words), strict=True)):
+    for number, (word, (shown, name)) in enumerate(zip(words, _named(words), strict=True)):
         if not name and _has_secret(word.replace(str(own.resolve()), "")):
             key, equals, _ = word.partition("=")
             is_named = equals and _FLAG.fullmatch(key) and not _has_secret(key)
             shown = f"{key}=" if is_named else ""
             name = key if is_named else before or f"argument_{number}"
-        elif not name:
-            shown = word
         quoted = shlex.quote(shown) if shown or not name else ""
         line.append(quoted + (_required_variable(name) if name else ""))
         before = word if word.startswith("-") and shown == word and _FLAG.fullmatch(word) else ""
@@ -238,12 +236,6 @@ def _required_variable(name: str, origin: str = "your command") -> str:
 
 def _has_secret(text: str) -> bool:
     return hide_secrets(text) != text
-
-
-def _hidden(words: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the visible part of each word, and the name of the secret that is left out, or ""."""
-    for shown, name in _named(words):
-        yield (shown, name) if name else (hide_secrets(shown), "")
 
 
 def _named(words: Iterable[str]) -> Iterator[tuple[str, str]]:
