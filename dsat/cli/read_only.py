@@ -106,7 +106,7 @@ def _watch(settings: WatchSettings) -> None:
 
 
 def _doctor(settings: DoctorSettings) -> int:
-    findings = doctor.examine(choose(AUTO, fits=True).master)
+    findings = doctor.examine(choose(AUTO).master)
     if settings.json:
         found = [vars(each) for each in findings]
         output.print_json({"state": doctor.worst(findings), "findings": found})

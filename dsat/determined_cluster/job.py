@@ -240,8 +240,8 @@ def _varied_ranges(plan: Plan) -> dict[str, Any]:
     listed = [values for branch in space.branches for key, values in branch.searched if key == GAS]
     settings = [{GAS: gas} for values in listed for gas in values] or [{}]
     return {
-        "strategy": _categorical({strategy.name for strategy in strategies}),
-        "stage": _categorical({strategy.stage for strategy in strategies}),
+        "strategy": {"type": "categorical", "vals": sorted({each.name for each in strategies})},
+        "stage": {"type": "categorical", "vals": sorted({each.stage for each in strategies})},
         "micro_batch": _integer(sizes),
         "gradient_accumulation": _integer(  # the smallest micro batch has the most steps
             {1, plan.own_batch.gas, *(space.batch(min(sizes), each).gas for each in settings)}
@@ -257,10 +257,6 @@ def varied_values(trial: Trial) -> dict[str, Any]:
         "micro_batch": trial.batch.micro_batch,
         "gradient_accumulation": trial.batch.gas,
     }
-
-
-def _categorical(values: Collection[Any]) -> dict[str, Any]:
-    return {"type": "categorical", "vals": sorted(values)}
 
 
 def _integer(values: Collection[int]) -> dict[str, Any]:

@@ -104,9 +104,3 @@ def description(own: str, view: RunView, reason: str | None, *, canceled: bool =
     elif view.stop_reason is None:
         found = f"{reason or 'ended from outside'}; {found}"
     return printable(f"{own} - {found}" if own else found)[:_LONGEST_DESCRIPTION]
-
-
-def metrics(view: RunView, *, failed: bool) -> dict[str, Any]:
-    """Return the final validation metrics of the runner's trial: failure and best value."""
-    found = {FAILED_METRIC: int(failed)}
-    return found if view.best_value is None else {**found, view.plan.metric: view.best_value}

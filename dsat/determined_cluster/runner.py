@@ -272,9 +272,11 @@ class Runner:
         run, value = self._run, self._run.best_value
         failed = run.best is None and (self._search.over or refusal is not None)
         self._print_result(refusal=refusal)
+        metrics: dict[str, float] = {result.FAILED_METRIC: int(failed)}
+        if value is not None:
+            metrics[run.plan.metric] = value
         self._context.train.report_validation_metrics(
-            steps_completed=len(run.outcomes),
-            metrics=result.metrics(RunView(run), failed=failed),
+            steps_completed=len(run.outcomes), metrics=metrics
         )
         if failed:
             self._master.cancel(self._runner_id)

@@ -44,7 +44,16 @@ def from_log(messages: Sequence[str], *, failed: bool) -> Outcome:
     """
     lines = [line for message in messages for line in _without_prefix(message)]
     plain = [line for line in lines if LOG_MARK not in line and ATTACHED_MARK not in line]
-    return _with_advice(_outcome_of_lines(lines, plain, failed=failed), "\n".join(plain))
+    outcome = _outcome_of_lines(lines, plain, failed=failed)
+    everything = "\n".join([outcome.message, outcome.detail, *plain])
+    if outcome.kind is not OutcomeKind.ERROR or not _ADDRESS_IN_USE.search(everything):
+        return outcome
+    return replace(
+        outcome,
+        message="another program uses the port of the ranks (EADDRINUSE). With host networking, "
+        "two trials on one host use the same port. Run one trial at a time "
+        "(--max-concurrent-trials 1), or give each trial all slots of a host",
+    )
 
 
 def _outcome_of_lines(lines: Sequence[str], plain: Sequence[str], *, failed: bool) -> Outcome:
@@ -102,19 +111,6 @@ def _crash(
         message=exception or "the trial failed",
         detail=tail,
         before_engine=before_engine,
-    )
-
-
-def _with_advice(outcome: Outcome, text: str) -> Outcome:
-    """Return the outcome; if the ranks' port was in use, with advice as its message."""
-    everything = f"{outcome.message}\n{outcome.detail}\n{text}"
-    if outcome.kind is not OutcomeKind.ERROR or not _ADDRESS_IN_USE.search(everything):
-        return outcome
-    return replace(
-        outcome,
-        message="another program uses the port of the ranks (EADDRINUSE). With host networking, "
-        "two trials on one host use the same port. Run one trial at a time "
-        "(--max-concurrent-trials 1), or give each trial all slots of a host",
     )
 
 

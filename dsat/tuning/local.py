@@ -47,7 +47,7 @@ EngineFactory = Callable[[Prepared, Path], Engine]
 ENGINES: dict[str, EngineFactory] = {}
 
 
-class LocalSearch:
+class LocalSearch(Observer):
     """A search that this process controls; a context manager.
 
     It locks the run's folder and opens the journal; on exit it ends all trials and closes both.
@@ -61,6 +61,7 @@ class LocalSearch:
     def __init__(self, ready: Prepared) -> None:
         self.interrupted = False
         self._engine: Engine | None = None
+        self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
         with contextlib.ExitStack() as opened:
             name, settings = ready.experiment.name, ready.settings
             self.folder = run_folders.choose(settings, name, opened, ready.plan)
@@ -125,10 +126,18 @@ class LocalSearch:
         drive(
             self._tuner,
             self._engine,
-            [_FileKeeper(ready, self.folder), Narrator(_log_line), *observers],
+            [self, Narrator(_log_line), *observers],
             max_slots=min(at_once, settings.max_slots or at_once),
             survey=self._survey,
         )
+
+    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
+        """Write result files: after each new best, and with the report at most every 30 s."""
+        is_due = time.monotonic() >= self._page_is_due_s
+        if is_due:
+            self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
+        if trial is run.best or is_due:
+            _write_files(self.ready, run, self.folder, with_page=is_due)
 
     def _survey(self) -> Basis:
         """Return the basis of memory predictions: simulations if possible, else the profile."""
@@ -213,22 +222,6 @@ class LocalSearch:
 def _log_line(kind: Kind, text: str) -> None:
     log = _log_of_trials if kind is Kind.TRIAL else _log
     log.log(logging.WARNING if kind is Kind.WARNING else logging.INFO, "%s", text)
-
-
-class _FileKeeper(Observer):
-    """Writer of result files: after each new best, and with the report at most every 30 s."""
-
-    def __init__(self, ready: Prepared, folder: Path) -> None:
-        self._ready = ready
-        self._folder = folder
-        self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
-
-    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
-        is_due = time.monotonic() >= self._page_is_due_s
-        if is_due:
-            self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
-        if trial is run.best or is_due:
-            _write_files(self._ready, run, self._folder, with_page=is_due)
 
 
 def _write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = True) -> None:

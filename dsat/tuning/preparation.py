@@ -262,7 +262,9 @@ def _choose_slots(
         searcher_of_full_run(source.experiment, "metric", "max_length")
     slots = source.slots_per_trial(settings.slots, available)
     chosen = hosts_of.extend_slots(hosts, slots)
-    _check_slots(settings, chosen, slots)
+    check_max_slots(settings, slots)
+    if settings.engine in ENGINE_NAMES:  # other engines may run trials elsewhere
+        _check_slots(settings, chosen, slots)
     mappings = _check_mappings(settings, program)
     experiment = replace(source.experiment, arg_mappings=mappings)
     return replace(source, experiment=experiment, program=program), chosen, slots
@@ -295,9 +297,6 @@ def check_max_slots(settings: Settings, slots: int, *, where: str | None = None)
 
 
 def _check_slots(settings: Settings, hosts: Sequence[Host], slots: int) -> None:
-    check_max_slots(settings, slots)
-    if settings.engine not in ENGINE_NAMES:
-        return  # an engine that the user registered may run trials elsewhere
     is_given = settings.command or "slots" in settings.given
     where = settings.name_of("slots") if is_given else "resources.slots_per_trial"
     check_slots(hosts, slots, where=where)
