@@ -44,6 +44,8 @@ class Master:
         self._api: Any = bindings
         self._read_paginated: Any = read_paginated
         self._determined = determined
+        self.session = determined._session
+        self.address = str(self.session.master)
         self._say = say
 
     @classmethod
@@ -52,14 +54,6 @@ class Master:
 
         client._require_singleton(lambda: None)()
         return cls(client._determined, say)
-
-    @property
-    def session(self) -> Any:
-        return self._determined._session
-
-    @property
-    def address(self) -> str:
-        return str(self.session.master)
 
     def url(self, experiment_id: int) -> str:
         """Return the web UI's address of an experiment."""
@@ -208,22 +202,23 @@ class Master:
         """Kill a trial, but not its experiment."""
         self.ask(lambda: self._api.post_KillTrial(self.session, id=trial_id))
 
-    def read_trial_log(self, experiment_id: int, trial_id: int) -> Sequence[str]:
-        """Return dsat's lines in a trial's log, and then the last `_LOG_LINES` lines.
 
-        `trial_id` is the trial's number in the search; if there is no such trial, return no lines.
-        """
-        trials = self.trials(experiment_id)
-        trial: Any = next((each for each in trials if _id_in_search(each) == trial_id), None)
-        lines: list[str] = []
-        for pause_s in (0.0, *_LATE_LOGS_S) if trial is not None else ():
-            time.sleep(pause_s)
-            lines = self.ask(
-                lambda: [*trial.iter_logs(search_text=_MARKS), *trial.iter_logs(tail=_LOG_LINES)]
-            )
-            if any(LOG_MARK in line for line in lines):
-                break
-        return lines
+def read_trial_log(master: Master, experiment_id: int, trial_id: int) -> Sequence[str]:
+    """Return dsat's lines in a trial's log, and then the last `_LOG_LINES` lines.
+
+    `trial_id` is the trial's number in the search; if there is no such trial, return no lines.
+    """
+    trials = master.trials(experiment_id)
+    trial: Any = next((each for each in trials if _id_in_search(each) == trial_id), None)
+    lines: list[str] = []
+    for pause_s in (0.0, *_LATE_LOGS_S) if trial is not None else ():
+        time.sleep(pause_s)
+        lines = master.ask(
+            lambda: [*trial.iter_logs(search_text=_MARKS), *trial.iter_logs(tail=_LOG_LINES)]
+        )
+        if any(LOG_MARK in line for line in lines):
+            break
+    return lines
 
 
 def _id_in_search(trial: Any) -> Any:

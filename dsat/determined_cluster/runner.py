@@ -34,6 +34,7 @@ from dsat.determined_cluster.master import (
     describe_request,
     is_ending,
     is_unreachable,
+    read_trial_log,
 )
 from dsat.determined_cluster.search import EVENT_FULL_RUN, ClusterSearch
 from dsat.determined_cluster.waiting import StateWatch, TimeLimit, long_poll
@@ -177,7 +178,7 @@ class Runner:
         engine = ClusterEngine(
             self._job,
             self._runner_id,
-            lambda trial_id: self._master.read_trial_log(self.experiment_id, trial_id),
+            lambda trial_id: read_trial_log(self._master, self.experiment_id, trial_id),
         )
         return ClusterSearch(self._job, engine, events=events, say=say)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TextIO
 
 from rich.console import Group
 from rich.live import Live
@@ -23,13 +22,12 @@ _LAST_TRIALS = 12
 class LiveView(Observer):
     """Printer of log lines and, on a terminal, of a table with the latest trials.
 
-    The stream is standard error by default, because standard output is for results.
+    It uses standard error, because standard output is for results.
     """
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        stream = sys.stderr if stream is None else stream
-        self._console = terminal.console(stream)
-        self._live = Live(console=self._console, auto_refresh=False) if stream.isatty() else None
+    def __init__(self) -> None:
+        self._console, is_terminal = terminal.console(sys.stderr), sys.stderr.isatty()
+        self._live = Live(console=self._console, auto_refresh=False) if is_terminal else None
         self._trials = Path()
         self._view: RunView | None = None
         self._built_at: tuple[int, int] | None = None
