@@ -132,7 +132,7 @@ class Master:
         return self.ask(lambda: self.state_now(experiment_id))
 
     def state_now(self, experiment_id: int) -> str:
-        """Return an experiment's state by one request."""
+        """Return an experiment's state by one request, without retries."""
         return state_name(self._experiment(experiment_id).state)
 
     def submitted_config(self, experiment_id: int) -> dict[str, Any]:
