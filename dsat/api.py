@@ -209,7 +209,7 @@ def load_run(path: PathLike) -> Result:
         folder = folder.parent
     past = past_runs.load(folder)
     return _result(
-        RunView.build(past.run).to_json(past.folder),
+        RunView(past.run).to_json(past.folder),
         run_dir=past.folder,
         train_command=read_train_line(past.folder) or None,
     )
@@ -343,7 +343,7 @@ def _tune_here(ready: Prepared, callbacks: Sequence[Callback]) -> Result:
         if search.run.best is not None:
             line = train_command.make_line(ready, search.run, search.folder) or None
         return _result(
-            RunView.build(search.run).to_json(search.folder),
+            RunView(search.run).to_json(search.folder),
             run_dir=search.folder,
             train_command=line,
             interrupted=search.interrupted,
@@ -371,7 +371,7 @@ class _Calls(Observer):
         self._callbacks = callbacks
 
     def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
-        row = TrialView.build(run, trial).to_json()
+        row = TrialView(run, trial).to_json()
         for callback in self._callbacks:
             callback(row)
 

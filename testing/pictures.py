@@ -29,7 +29,7 @@ def main(folder: Path | None) -> None:
     """
     _photograph(past_runs.load(RECORDED).run, DOCS / "report.png")
     if folder is not None:
-        view = RunView.build(past_runs.load(folder).run)
+        view = RunView(past_runs.load(folder).run)
         specs = [plot["spec"] for plot in plots.make_plots(view)]
         _draw(specs, "ran", DOCS / "throughput.svg")
 
@@ -46,7 +46,7 @@ def _draw(specs: list[dict[str, Any]], layer: str, path: Path) -> None:
 def _photograph(run: Run, path: Path) -> None:
     command = (RECORDED / "command.txt").read_text(encoding="utf-8").strip()
     with chromium() as browser, tempfile.TemporaryDirectory() as folder:
-        page.write_page(RunView.build(run), Path(folder), command)
+        page.write_page(RunView(run), Path(folder), command)
         browser.set_window_size(1100, 1150)
         browser.get((Path(folder) / page.PAGE_FILE).as_uri())
         WebDriverWait(browser, 60).until(

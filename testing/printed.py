@@ -66,7 +66,7 @@ def printed_line(
     run.apply({"event": "finished", "trial_id": best.id, "outcome": outcome})
     run.profiled = Outcome(OutcomeKind.OK, profile=replace(weightless(1), switches=found or {}))
     line = train_command.make_line(ready, run, folder)
-    summary.write_files(RunView.build(run), folder, line)
+    summary.write_files(RunView(run), folder, line)
     return line
 
 

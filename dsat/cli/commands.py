@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 from dsat.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, output
 from dsat.cli.parser import AnySettings
@@ -32,7 +33,8 @@ def run(settings: AnySettings, line: CommandLine) -> int:
         if isinstance(settings, EstimateSettings):
             return _estimate(settings, view)
         if isinstance(settings, ProjectSettings):
-            return _project(settings)
+            _print_prediction(projector.project(settings), settings)
+            return EXIT_OK
         if isinstance(settings, WatchSettings) and settings.experiment is not None:
             return _print_submitted(submit.follow(settings.experiment), as_json=settings.json)
         if not isinstance(settings, Settings):
@@ -57,16 +59,10 @@ def _estimate(settings: EstimateSettings, view: LiveView) -> int:
         except KeyboardInterrupt:  # the formula replaces the simulations that are missing
             is_interrupted = True
         found = tabled.estimate()
-    print(json.dumps(found.to_json(), indent=2) if settings.json else found)
+    _print_prediction(found, settings)
     if is_interrupted:
         return EXIT_INTERRUPTED
     return EXIT_OK if found.is_complete or not settings.exact else EXIT_FAILED
-
-
-def _project(settings: ProjectSettings) -> int:
-    found = projector.project(settings)
-    print(json.dumps(found.to_json(), indent=2) if settings.json else found, flush=True)
-    return EXIT_OK
 
 
 def _fit(settings: EstimateSettings) -> int:
@@ -75,8 +71,12 @@ def _fit(settings: EstimateSettings) -> int:
     except Exception as error:  # also bugs: status 1 would mean that the model does not fit
         output.report(error)
         return EXIT_USAGE
-    print(json.dumps(found.to_json(), indent=2) if settings.json else found)
+    _print_prediction(found, settings)
     return EXIT_OK if found.fits else EXIT_FAILED
+
+
+def _print_prediction(found: Any, settings: EstimateSettings | ProjectSettings) -> None:
+    print(json.dumps(found.to_json(), indent=2) if settings.json else found, flush=True)
 
 
 def _tune_on_cluster(settings: Settings, choice: Choice, view: LiveView) -> int:
@@ -114,7 +114,7 @@ def _search(search: local.LocalSearch, view: LiveView) -> int:
     with view:
         search.search(view)
     if search.ready.settings.json:
-        output.print_json(RunView.build(search.run).to_json(search.folder))
+        output.print_json(RunView(search.run).to_json(search.folder))
     if search.profiled:
         terminal.show(
             sys.stderr if search.ready.settings.json else sys.stdout, output.result_of(search)

@@ -65,7 +65,7 @@ def result_of(search: LocalSearch) -> Iterator[terminal.Part]:
     """Yield the verdict and, if there is a best trial, its configuration file and how to train."""
     run, ready = search.run, search.ready
     if run.outcomes:
-        yield from terminal.describe_result(RunView.build(run))
+        yield from terminal.describe_result(RunView(run))
     if run.best is None:
         return
     yield f"Configuration: {search.folder / summary.BEST_CONFIG_FILE}"

@@ -54,7 +54,7 @@ def _show(settings: ShowSettings) -> None:
             terminal.describe_trial(run, trial, folder),
         )
         return
-    view = RunView.build(run)
+    view = RunView(run)
     if settings.trials:
         rows = [each.to_json() for each in view.trials] if settings.json else None
         _print(rows, [view.trial_table() if view.trials else "No trial has begun."])
@@ -67,7 +67,7 @@ def _compare(settings: CompareSettings) -> None:
     loaded = {str(path): past_runs.load(path) for path in settings.runs}
     if len({past.folder.resolve() for past in loaded.values()}) < len(settings.runs):
         raise UserInputError("a run is named twice", where="compare")
-    views = {name: RunView.build(past.run) for name, past in loaded.items()}
+    views = {name: RunView(past.run) for name, past in loaded.items()}
     folders = {name: past.folder for name, past in loaded.items()}
     document = terminal.comparison_to_json(views, folders) if settings.json else None
     _print(document, terminal.compare_runs(views))
@@ -93,7 +93,7 @@ def _export(settings: ExportSettings) -> None:
     assert settings.to is not None
     name = past.folder.resolve().name
     target = settings.output or Path(f"{name}{exports.EXPORTERS[settings.to].suffix}")
-    exports.export(RunView.build(past.run), settings.to, target, name)
+    exports.export(RunView(past.run), settings.to, target, name)
     _print({"output": str(target)} if settings.json else None, [str(target)])
 
 
@@ -106,7 +106,7 @@ def _watch(settings: WatchSettings) -> None:
 
 
 def _doctor(settings: DoctorSettings) -> int:
-    findings = doctor.examine(choose(AUTO, fits=True).master)
+    findings = doctor.examine(choose(AUTO).master)
     if settings.json:
         found = [vars(each) for each in findings]
         output.print_json({"state": doctor.worst(findings), "findings": found})

@@ -58,9 +58,8 @@ class Experiment:
 
 # Unquoted words that the master (go-yaml 2) reads as booleans.
 _TRUTHS = {
-    spelling: truth
-    for truth, words in ((True, "y yes on true"), (False, "n no off false"))
-    for word in words.split()
+    spelling: word in ("y", "yes", "on", "true")
+    for word in "y yes on true n no off false".split()
     for spelling in (word, word.capitalize(), word.upper())
 }
 # Path of the user's own overrides in an experiment configuration.
@@ -179,8 +178,6 @@ def read_mapping(path: Path) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         problem = f"is not valid YAML: {getattr(error, 'problem', 'cannot be parsed')}{place}"
-    except RecursionError:
-        problem = "is nested too deeply"
     except ValueError as error:
         problem = str(error)
     else:
@@ -194,9 +191,7 @@ def parse_yaml(text: str) -> Any:
     """Parse YAML as a Determined master does: unquoted, 1e-4 is a number and `on` is true."""
     reader = YAML(pure=True)  # the pure reader has a separate type for quoted text
     reader.preserve_quotes = True
-    data = reader.load(text)
-    document.check_size(data)
-    return _convert_as_master(data)
+    return _convert_as_master(reader.load(text))
 
 
 def _convert_as_master(value: Any) -> Any:

@@ -145,8 +145,7 @@ def rewrite_command(words: Sequence[str], folder: Path, answer: Answer) -> Rewri
 
     Returns None if no argument, file or launcher takes the DeepSpeed configuration.
     """
-    found = Rewriting(list(words), folder, answer)
-    found.rewrite()
+    found = Rewriting(words, folder, answer)
     return found if found.takes_config else None
 
 
@@ -157,24 +156,22 @@ def form_of_training(words: Sequence[str], folder: Path) -> Form | None:
 
 
 class Rewriting:
-    """A command that trains with the best configuration, after a call of `rewrite`.
+    """A command that trains with the best configuration.
 
     `copies` are the texts of the files to write, by name. `takes_config` says whether an argument,
     a file or the launcher takes the DeepSpeed configuration.
     """
 
-    def __init__(self, words: list[str], folder: Path, answer: Answer) -> None:
-        self.words = words
+    def __init__(self, words: Sequence[str], folder: Path, answer: Answer) -> None:
+        self.words = list(words)
         self.copies: dict[str, str] = {}
         self.takes_config = answer.in_arguments
         self._folder, self._answer = folder, answer
         self._names: dict[Path, str] = {}
-
-    def rewrite(self) -> None:
         forms = [self._replace(position) for position in range(len(self.words))]
         for form in filter(None, forms):
             self._override(form)
-        if self._answer.by_accelerate:
+        if answer.by_accelerate:
             self._follow_launcher()
 
     def _replace(self, position: int) -> Form | None:
@@ -250,7 +247,11 @@ class Rewriting:
         end = next((len(each) for each in _LAUNCHERS if begin[: len(each)] == each), None)
         if end is None:
             return
-        begins = (i for i, word in enumerate(self.words) if i >= end and _begins_script(word))
+        begins = (
+            position
+            for position, word in enumerate(self.words[end:], start=end)
+            if word.endswith(".py") or word in ("-m", "--module")
+        )
         script = next(begins, end)
         path, gas = str(self._answer.path), self._answer.config.get(_GAS)
         best = {_DEEPSPEED_FILE: path, _GAS_FLAG: gas}
@@ -275,10 +276,6 @@ def _rename_checkpointing(values: Mapping[str, Any], given: Collection[str]) -> 
         re.sub(f"^{CHECKPOINTING}", NEWER_CHECKPOINTING, name): value
         for name, value in values.items()
     }
-
-
-def _begins_script(word: str) -> bool:
-    return word.endswith(".py") or word in ("-m", "--module")
 
 
 def _default_file(variables: Mapping[str, str]) -> Path:

@@ -98,7 +98,11 @@ def rewrite(
         if isinstance(value, bool):
             _switch(result, flag, value, add=add)
         elif isinstance(value, (int, float, str)):
-            _set(result, flag, value, add=add)
+            places = _places(result, flag)
+            for place in reversed(places):
+                place.write(result, value)
+            if add and not places:
+                _append(result, flag, str(value))
         else:
             raise UserInputError(
                 f"{flag} cannot follow {key}, which is not a single value: {value!r}",
@@ -106,14 +110,6 @@ def rewrite(
                 hint=f"Map a setting inside {key} instead.",
             )
     return tuple(result)
-
-
-def _set(args: list[str], flag: str, value: float | str, *, add: bool) -> None:
-    places = _places(args, flag)
-    for place in reversed(places):
-        place.write(args, value)
-    if add and not places:
-        _append(args, flag, str(value))
 
 
 def _switch(args: list[str], flag: str, value: bool, *, add: bool) -> None:

@@ -18,9 +18,6 @@ from dsat.errors import UserInputError
 
 ALL_STAGES = "all"
 
-# The only section of `zero_optimization` whose settings are lists themselves.
-_LISTS_BY_NATURE = frozenset({"leaf_module"})
-
 
 def split(config: Mapping[str, Any], *, where: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Split a configuration with lists of values into one without lists, and the lists.
@@ -93,7 +90,7 @@ def _listed_values(value: Any, where: str) -> list[Any] | None:
 
 def _zero_values(key: str, value: Any, where: str) -> list[Any] | None:
     """Return the values of a setting of `zero_optimization`; None for a single value."""
-    if key in _LISTS_BY_NATURE:
+    if key == "leaf_module":  # the only section whose settings are lists themselves
         return None
     values = [value] if (key, value) == ("stage", ALL_STAGES) else _listed_values(value, where)
     if values is None:

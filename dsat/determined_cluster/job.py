@@ -210,13 +210,12 @@ def _as_constants(hparams: Mapping[str, Any]) -> dict[str, Any]:
     Otherwise the master would read them (optimizer, scheduler) as ranges, or refuse them. The
     settings of DeepSpeed and dsat are single constants.
     """
-    return {name: _as_constant(value, name in _SETTINGS) for name, value in hparams.items()}
-
-
-def _as_constant(value: Any, whole: bool = False) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    return {"type": "const", "val": value} if whole or "type" in value else _as_constants(value)
+    found = dict(hparams)
+    for name, value in hparams.items():
+        if isinstance(value, Mapping):
+            is_whole = name in _SETTINGS or "type" in value
+            found[name] = {"type": "const", "val": value} if is_whole else _as_constants(value)
+    return found
 
 
 def _user_config(job: Job, tag: str, runner: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,8 +239,8 @@ def _varied_ranges(plan: Plan) -> dict[str, Any]:
     listed = [values for branch in space.branches for key, values in branch.searched if key == GAS]
     settings = [{GAS: gas} for values in listed for gas in values] or [{}]
     return {
-        "strategy": _categorical({strategy.name for strategy in strategies}),
-        "stage": _categorical({strategy.stage for strategy in strategies}),
+        "strategy": {"type": "categorical", "vals": sorted({each.name for each in strategies})},
+        "stage": {"type": "categorical", "vals": sorted({each.stage for each in strategies})},
         "micro_batch": _integer(sizes),
         "gradient_accumulation": _integer(  # the smallest micro batch has the most steps
             {1, plan.own_batch.gas, *(space.batch(min(sizes), each).gas for each in settings)}
@@ -257,10 +256,6 @@ def varied_values(trial: Trial) -> dict[str, Any]:
         "micro_batch": trial.batch.micro_batch,
         "gradient_accumulation": trial.batch.gas,
     }
-
-
-def _categorical(values: Collection[Any]) -> dict[str, Any]:
-    return {"type": "categorical", "vals": sorted(values)}
 
 
 def _integer(values: Collection[int]) -> dict[str, Any]:

@@ -39,10 +39,13 @@ class Master:
     """Session with a master; requests wait while the master is unreachable."""
 
     def __init__(self, determined: Any, say: Callable[[str], None]) -> None:
-        from determined.common.api import bindings
+        from determined.common.api import bindings, read_paginated
 
         self._api: Any = bindings
+        self._read_paginated: Any = read_paginated
         self._determined = determined
+        self.session = determined._session
+        self.address = str(self.session.master)
         self._say = say
 
     @classmethod
@@ -51,14 +54,6 @@ class Master:
 
         client._require_singleton(lambda: None)()
         return cls(client._determined, say)
-
-    @property
-    def session(self) -> Any:
-        return self._determined._session
-
-    @property
-    def address(self) -> str:
-        return str(self.session.master)
 
     def url(self, experiment_id: int) -> str:
         """Return the web UI's address of an experiment."""
@@ -107,20 +102,15 @@ class Master:
 
     def find(self, tag: str) -> Any:
         """Return the experiment whose description begins with a tag; None if there is none."""
-        from determined.common.api import read_paginated
-
-        def page(offset: int) -> Any:
-            return self.ask(
+        pages = self._read_paginated(
+            lambda offset: self.ask(
                 lambda: self._api.get_GetExperiments(
                     self.session, description=tag, offset=offset, limit=100
                 )
             )
-
-        for found in read_paginated(page):
-            for experiment in found.experiments:
-                if (experiment.description or "").startswith(tag):
-                    return experiment
-        return None
+        )
+        listed = (experiment for page in pages for experiment in page.experiments)
+        return next((each for each in listed if (each.description or "").startswith(tag)), None)
 
     def find_or_create(
         self, tag: str, config: Mapping[str, Any], model_dir: Path, includes: Sequence[Path]
@@ -142,7 +132,7 @@ class Master:
         return self.ask(lambda: self.state_now(experiment_id))
 
     def state_now(self, experiment_id: int) -> str:
-        """Return an experiment's state by a single request, without retries."""
+        """Return an experiment's state by one request, without retries."""
         return state_name(self._experiment(experiment_id).state)
 
     def submitted_config(self, experiment_id: int) -> dict[str, Any]:
@@ -194,29 +184,23 @@ class Master:
     def trials(self, experiment_id: int) -> list[Any]:
         return self.ask(lambda: list(self._determined.get_experiment(experiment_id).iter_trials()))
 
-
-def running_trials(master: Master, experiment_id: int) -> dict[tuple[int, int], int]:
-    """Return the ids of running trials, by number in the search and restarts; do not retry."""
-    from determined.common.api import bindings, read_paginated
-
-    def page(offset: int) -> Any:
-        return bindings.get_GetExperimentTrials(
-            master.session, experimentId=experiment_id, offset=offset, limit=100
+    def running_trials(self, experiment_id: int) -> dict[tuple[int, int], int]:
+        """Return the ids of running trials, by number in the search and restarts; do not retry."""
+        pages = self._read_paginated(
+            lambda offset: self._api.get_GetExperimentTrials(
+                self.session, experimentId=experiment_id, offset=offset, limit=100
+            )
         )
+        return {
+            (_id_in_search(trial), trial.restarts): trial.id
+            for page in pages
+            for trial in page.trials
+            if state_name(trial.state) == "RUNNING"
+        }
 
-    return {
-        (_id_in_search(trial), trial.restarts): trial.id
-        for found in read_paginated(page)
-        for trial in found.trials
-        if state_name(trial.state) == "RUNNING"
-    }
-
-
-def kill_trial(master: Master, trial_id: int) -> None:
-    """Kill a trial, but not its experiment."""
-    from determined.common.api import bindings
-
-    master.ask(lambda: bindings.post_KillTrial(master.session, id=trial_id))
+    def kill_trial(self, trial_id: int) -> None:
+        """Kill a trial, but not its experiment."""
+        self.ask(lambda: self._api.post_KillTrial(self.session, id=trial_id))
 
 
 def read_trial_log(master: Master, experiment_id: int, trial_id: int) -> Sequence[str]:

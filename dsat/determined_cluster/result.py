@@ -7,7 +7,7 @@ the log must be short, so the result is compressed and split.
 from __future__ import annotations
 
 import base64
-import binascii
+import contextlib
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -73,17 +73,12 @@ def from_lines(lines: Iterable[str]) -> dict[str, Any]:
             continue
         parts = [*parts, part] if len(parts) == int(place) - 1 else [part][int(place) - 1 :]
         if len(parts) == int(count):
-            result = _unpack("".join(parts)) or result
+            # The text may be torn, or another program's.
+            with contextlib.suppress(zlib.error, ValueError, TypeError):
+                packed = base64.b64decode("".join(parts), validate=True)
+                result = dict(json.loads(zlib.decompress(packed)))
             parts = []
     return result
-
-
-def _unpack(text: str) -> dict[str, Any] | None:
-    try:
-        found = json.loads(zlib.decompress(base64.b64decode(text, validate=True)))
-    except (binascii.Error, zlib.error, ValueError):  # torn, or another program's
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def text_lines(view: RunView) -> list[str]:
@@ -109,9 +104,3 @@ def description(own: str, view: RunView, reason: str | None, *, canceled: bool =
     elif view.stop_reason is None:
         found = f"{reason or 'ended from outside'}; {found}"
     return printable(f"{own} - {found}" if own else found)[:_LONGEST_DESCRIPTION]
-
-
-def metrics(view: RunView, *, failed: bool) -> dict[str, Any]:
-    """Return the final validation metrics of the runner's trial: failure and best value."""
-    found = {FAILED_METRIC: int(failed)}
-    return found if view.best_value is None else {**found, view.plan.metric: view.best_value}

@@ -34,9 +34,7 @@ from dsat.determined_cluster.master import (
     describe_request,
     is_ending,
     is_unreachable,
-    kill_trial,
     read_trial_log,
-    running_trials,
 )
 from dsat.determined_cluster.search import EVENT_FULL_RUN, ClusterSearch
 from dsat.determined_cluster.waiting import StateWatch, TimeLimit, long_poll
@@ -77,7 +75,7 @@ class Runner:
         self._submitted = self._master.submitted_config(runner_id)
         self._watch = StateWatch(lambda: self._master.state_now(self.experiment_id), say)
         self._limit = TimeLimit(
-            lambda: running_trials(self._master, self.experiment_id), job.trial.timeout_s
+            lambda: self._master.running_trials(self.experiment_id), job.trial.timeout_s
         )
         self._saved_events = -1
         self._reported = 0
@@ -143,8 +141,8 @@ class Runner:
             if self._context.preempt.should_preempt():
                 raise Preempted
             for number, trial_id in self._limit.overdue().items():
-                if self._search.time_out(number):
-                    kill_trial(self._master, trial_id)
+                if self._search.engine.time_out(number):
+                    self._master.kill_trial(trial_id)
 
         return long_poll(self._events, check, self._watch.is_idle)
 
@@ -196,7 +194,7 @@ class Runner:
             text = json.dumps({"experiment_id": self.experiment_id})
             (path / _EXPERIMENT_FILE).write_text(text, encoding="utf-8")
             write_atomically(path / FILE_NAME, to_text(events))
-            summary.write_files(RunView.build(self._run), path, "")
+            summary.write_files(RunView(self._run), path, "")
 
     def _load(self, storage_id: str) -> None:
         with self._context.checkpoint.restore_path(storage_id) as path:
@@ -275,9 +273,11 @@ class Runner:
         run, value = self._run, self._run.best_value
         failed = run.best is None and (self._search.over or refusal is not None)
         self._print_result(refusal=refusal)
+        metrics: dict[str, float] = {result.FAILED_METRIC: int(failed)}
+        if value is not None:
+            metrics[run.plan.metric] = value
         self._context.train.report_validation_metrics(
-            steps_completed=len(run.outcomes),
-            metrics=result.metrics(RunView.build(run), failed=failed),
+            steps_completed=len(run.outcomes), metrics=metrics
         )
         if failed:
             self._master.cancel(self._runner_id)
@@ -286,7 +286,7 @@ class Runner:
 
     def _print_result(self, *, canceled: bool = False, refusal: str | None = None) -> None:
         """Print the result so far, start the full-length run if requested, set the description."""
-        view, over = RunView.build(self._run), self._search.over
+        view, over = RunView(self._run), self._search.over
         reason = view.stop_reason or refusal
         for line in result.text_lines(view):
             say(line)

@@ -55,7 +55,7 @@ class ClusterSearch:
         events: Sequence[Mapping[str, Any]],
         say: Callable[[str], None],
     ) -> None:
-        self._engine = engine
+        self.engine = engine
         self.journal = MemoryJournal(events)
         self.tuner = Tuner(
             job.plan,
@@ -88,10 +88,6 @@ class ClusterSearch:
             return 1.0
         return min(len(self.run.outcomes) / self.tuner.plan.max_trials, 1.0)
 
-    def time_out(self, trial_id: int) -> bool:
-        """Count the end of a trial as a timeout; return False if it does not run any more."""
-        return self._engine.time_out(trial_id)
-
     def answer(self, event: Mapping[str, Any]) -> list[Operation]:
         """Return the operations that answer an event; both are the master's JSON."""
         number = event["id"]
@@ -114,7 +110,7 @@ class ClusterSearch:
         return operations
 
     def _record(self, event: Mapping[str, Any]) -> list[Operation]:
-        ended = self._engine.end(event)
+        ended = self.engine.end(event)
         if ended is None:
             return []
         trial_id, outcome, operations = ended
@@ -128,8 +124,8 @@ class ClusterSearch:
 
     def _decide(self) -> list[Operation]:
         tuner, operations = self.tuner, []
-        for trial in tuner.next_trials(self._engine.free_slots):
-            operations += self._engine.launch(trial)
+        for trial in tuner.next_trials(self.engine.free_slots):
+            operations += self.engine.launch(trial)
             self._narrator.started(self.run, trial)
         if tuner.finished:
             tuner.stop()

@@ -23,21 +23,13 @@ class Choice:
     reason: str
 
 
-def choose(engine: str, *, fits: bool) -> Choice:
-    """Choose by `--engine`, then by determined's variables and logins.
-
-    `fits` says whether a cluster can run the target.
-    """
+def choose(engine: str) -> Choice:
+    """Choose by `--engine`, then by determined's variables and logins."""
     if engine in PROVIDERS:
         return Choice(None, f"--engine {engine}")
     configured = _find_configured()
     if engine == "determined":
         return Choice(configured.master or _DEFAULT_HOSTS[0], "--engine determined")
-    if configured.master is not None and not fits:
-        hint = "to tune there, name such a file and its folder"
-        return Choice(
-            None, f"{configured.reason}, but a cluster runs only experiment files: {hint}"
-        )
     return configured
 
 

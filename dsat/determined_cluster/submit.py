@@ -127,16 +127,18 @@ def select_place(settings: Settings) -> Choice:
 
     Raises UserInputError for options that a chosen cluster does not support.
     """
-    local_only = [name for name in _LOCAL_ONLY if getattr(settings, name)]
-    found = choose(settings.engine, fits=not settings.command)
+    found, is_auto = choose(settings.engine), settings.engine == AUTO
+    is_told = is_auto and settings.config is not None and found.reason != NOT_CONFIGURED
+    if found.master is not None and is_auto and settings.command:
+        hint = "to tune there, name such a file and its folder"
+        reason = f"{found.reason}, but a cluster runs only experiment files: {hint}"
+        found, is_told = Choice(None, reason), True
     if found.master is None:
-        is_usable = choose(settings.engine, fits=True).master is not None
-        is_unclear = settings.config is not None and found.reason != NOT_CONFIGURED
-        if settings.engine == AUTO and (is_unclear or is_usable):
+        if is_told:
             _log.info("tuning without a Determined cluster: %s", found.reason)
         return found
     hint = f"Use --engine local, because trials would run on {found.master} ({found.reason})."
-    for name in local_only:
+    for name in (name for name in _LOCAL_ONLY if getattr(settings, name)):
         where = "a command" if name == "command" else settings.name_of(name)
         raise UserInputError("works on this machine only", where=where, hint=hint)
     if settings.method not in BUILT_IN:
@@ -176,7 +178,7 @@ def submit(ready: Submission, *, detach: bool) -> Submitted:
 
 def follow(experiment_id: int) -> Submitted:
     """Follow a search to its end; `experiment_id` is the search runner's experiment."""
-    choice = choose("determined", fits=True)
+    choice = choose("determined")
     assert choice.master is not None
     clients.check_installed(choice.master)
     master = clients.connect(choice.master, _log.info)
@@ -233,24 +235,20 @@ def _bring_results(
     except (DsatError, OSError, ValueError, KeyError) as error:
         _log.warning("the results could not be written to this machine: %s", error)
     try:
-        _log_checkpoint(master, number)
+        with clients.explain_errors(master.address):
+            uuid = master.newest_checkpoint(number)
     except UserInputError as error:
         _log.warning("%s", error)
-    return None
-
-
-def _log_checkpoint(master: Master, number: int) -> None:
-    """Log how to download the latest checkpoint, if there is one: it has the results so far."""
-    with clients.explain_errors(master.address):
-        uuid = master.newest_checkpoint(number)
+        return None
     if uuid is not None:
         det = f"det -m {master.address} checkpoint download {uuid}"
         _log.info("To get the best configuration so far: %s", det)
+    return None
 
 
 def _write_run(events: Sequence[Mapping[str, Any]], name: str) -> Path:
     """Write the journal and the result files into a new run folder; return the folder."""
-    view = RunView.build(Run(events))
+    view = RunView(Run(events))
     with contextlib.ExitStack() as locks:
         folder = run_folders.choose(Settings(method=""), name, locks)
         write_atomically(folder / FILE_NAME, to_text(events))

@@ -32,8 +32,8 @@ def from_metric(metric: Any) -> Outcome:
         return Outcome.from_json(found)
     return Outcome(
         OutcomeKind.INVALID,
-        message=f"the script reported its own searcher metric, {_shown(metric)}, but dsat measured "
-        f"nothing. {_SCRIPT}",
+        message="the script reported its own searcher metric, "
+        f"{json.dumps(metric)}, but dsat measured nothing. {_SCRIPT}",
     )
 
 
@@ -44,7 +44,16 @@ def from_log(messages: Sequence[str], *, failed: bool) -> Outcome:
     """
     lines = [line for message in messages for line in _without_prefix(message)]
     plain = [line for line in lines if LOG_MARK not in line and ATTACHED_MARK not in line]
-    return _with_advice(_outcome_of_lines(lines, plain, failed=failed), "\n".join(plain))
+    outcome = _outcome_of_lines(lines, plain, failed=failed)
+    everything = "\n".join([outcome.message, outcome.detail, *plain])
+    if outcome.kind is not OutcomeKind.ERROR or not _ADDRESS_IN_USE.search(everything):
+        return outcome
+    return replace(
+        outcome,
+        message="another program uses the port of the ranks (EADDRINUSE). With host networking, "
+        "two trials on one host use the same port. Run one trial at a time "
+        "(--max-concurrent-trials 1), or give each trial all slots of a host",
+    )
 
 
 def _outcome_of_lines(lines: Sequence[str], plain: Sequence[str], *, failed: bool) -> Outcome:
@@ -105,19 +114,6 @@ def _crash(
     )
 
 
-def _with_advice(outcome: Outcome, text: str) -> Outcome:
-    """Return the outcome; if the ranks' port was in use, with advice as its message."""
-    everything = f"{outcome.message}\n{outcome.detail}\n{text}"
-    if outcome.kind is not OutcomeKind.ERROR or not _ADDRESS_IN_USE.search(everything):
-        return outcome
-    return replace(
-        outcome,
-        message="another program uses the port of the ranks (EADDRINUSE). With host networking, "
-        "two trials on one host use the same port. Run one trial at a time "
-        "(--max-concurrent-trials 1), or give each trial all slots of a host",
-    )
-
-
 def _reports(lines: Sequence[str]) -> list[dict[str, Any]]:
     """Return the ranks' reports in a log; drop reports of earlier runs of the trial."""
     found = []
@@ -156,8 +152,3 @@ def _last_traceback(lines: Sequence[str]) -> list[str]:
 def _without_rank(line: str) -> str:
     """Return a line without a launcher's prefix (`[rank0]: `)."""
     return (line.startswith("[") and line.partition("]: ")[2]) or line
-
-
-def _shown(metric: Any) -> str:
-    text = json.dumps(metric)
-    return text if len(text) <= 60 else f"{text[:60]}..."

@@ -98,8 +98,11 @@ def check_script(found: Files, where: Path, program: Entrypoint) -> set[Path]:
     Installed packages, as in a virtual environment, do not count.
     """
     own = {t: source for t, source in found.items() if "site-packages" not in t.parts}
-    imports = {t: _imports(source) for t, source in own.items() if _is_python(source)}
-    users = {t for t, names in imports.items() if _has_dsat(names or ())}
+    scripts = {t: s for t, s in own.items() if s.suffix == ".py" and s.is_file()}
+    imports = {t: _imports(source) for t, source in scripts.items()}
+    users = {
+        t for t, names in imports.items() if any(n.split(".")[0] == "dsat" for n in names or ())
+    }
     if users:
         return users
     names = {name for each in imports.values() for name in each or ()}
@@ -113,7 +116,9 @@ def check_script(found: Files, where: Path, program: Entrypoint) -> set[Path]:
         + " and pass dsat.get_ds_config_from_hparams(hparams) to deepspeed.initialize, or use "
         "dsat.get_hf_args_with_overwrites. With --engine local, this is not needed."
     )
-    if ancestor or (_sources(program) & found.keys() and None not in imports.values()):
+    module = (program.module or program.trial_class.partition(":")[0]).replace(".", "/")
+    sources = {Path(program.script), Path(f"{module}.py"), Path(module, "__main__.py")}
+    if ancestor or (sources & found.keys() and None not in imports.values()):
         raise UserInputError(problem, where=str(where), hint=hint)
     _log.warning("%s: %s, though some of it could not be read. %s", where, problem, hint)
     return set()
@@ -131,19 +136,6 @@ def package_folders(program: Entrypoint, users: Collection[Path]) -> set[Path]:
     else:
         found = {folder for user in users for folder in user.parents}
     return found - {Path()}
-
-
-def _is_python(source: Path) -> bool:
-    return source.suffix == ".py" and source.is_file()
-
-
-def _has_dsat(names: Collection[str]) -> bool:
-    return any(name.split(".")[0] == "dsat" for name in names)
-
-
-def _sources(program: Entrypoint) -> set[Path]:
-    module = (program.module or program.trial_class.partition(":")[0]).replace(".", "/")
-    return {Path(program.script), Path(f"{module}.py"), Path(module, "__main__.py")}
 
 
 def _imports(source: Path) -> set[str] | None:

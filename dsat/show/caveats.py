@@ -33,12 +33,18 @@ def find_caveats(run: Run, best: Trial, outcome: Outcome, found: Gain | None) ->
         outcome: median outcome of `best`.
         found: the gain that the finals measured; None until they are over.
     """
-    yield from _warn_of_faults(run, best)
-    yield from _name_excluded(run)
+    version, training = run.deepspeed_version, training_of(run.plan, best)
+    for fault in hazards.find(version, training, hazards.GRADIENTS, hazards.SLOW):
+        yield f"{fault.describe(version or '')}."
+    for trial_id, why in run.disqualified.items():
+        yield f"{run.trials[trial_id].name} is excluded: {why}."
     yield from _warn_of_noise(run, found)
     yield from _warn_of_drift(run)
     yield from _warn_of_steps(run)
-    yield from _warn_of_samples(run, outcome)
+    own = None if run.baseline is None else run.outcomes.get(run.baseline.id)
+    for text in dict.fromkeys([*outcome.warnings, *(() if own is None else own.warnings)]):
+        if batches.is_about(text):
+            yield f"{text}."
     yield from _warn_of_lengths(run, best)
     yield from _warn_of_optimizer(run, best)
     if any(SEVERAL_ENGINES in each.warnings for each in run.outcomes.values()):
@@ -56,19 +62,6 @@ def trains_wrongly(run: Run) -> bool:
     training = training_of(run.plan, run.baseline)
     found = hazards.find(run.deepspeed_version, training, hazards.GRADIENTS)
     return any(not fault.unseen for fault in found)
-
-
-def _warn_of_faults(run: Run, best: Trial) -> Iterator[str]:
-    """Warn of known faults of DeepSpeed that give the best wrong gradients or slow steps."""
-    version, training = run.deepspeed_version, training_of(run.plan, best)
-    for fault in hazards.find(version, training, hazards.GRADIENTS, hazards.SLOW):
-        yield f"{fault.describe(version or '')}."
-
-
-def _name_excluded(run: Run) -> Iterator[str]:
-    for trial_id, why in run.disqualified.items():
-        name = run.trials[trial_id].name
-        yield f"{name} is excluded: {why}."
 
 
 def _warn_of_noise(run: Run, found: Gain | None) -> Iterator[str]:
@@ -142,14 +135,6 @@ def _warn_of_steps(run: Run) -> Iterator[str]:
             f"{fmt.percent(its.evaluated)} of those of {other.name}. Measure more steps "
             "(--end-profile-step)."
         )
-
-
-def _warn_of_samples(run: Run, best: Outcome) -> Iterator[str]:
-    """Repeat warnings of the best and of the user's own trial about the counted samples."""
-    own = None if run.baseline is None else run.outcomes.get(run.baseline.id)
-    for text in dict.fromkeys([*best.warnings, *(() if own is None else own.warnings)]):
-        if batches.is_about(text):
-            yield f"{text}."
 
 
 def _warn_of_lengths(run: Run, best: Trial) -> Iterator[str]:

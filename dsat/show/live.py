@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TextIO
 
 from rich.console import Group
 from rich.live import Live
@@ -14,7 +13,7 @@ from rich.table import Table as RichTable
 from dsat.run.loop import Observer
 from dsat.run.run import Run
 from dsat.show import progress, terminal
-from dsat.show.view import RunView, TrialView
+from dsat.show.view import RunView
 from dsat.values.table import Table
 
 _LAST_TRIALS = 12
@@ -23,13 +22,12 @@ _LAST_TRIALS = 12
 class LiveView(Observer):
     """Printer of log lines and, on a terminal, of a table with the latest trials.
 
-    The stream is standard error by default, because standard output is for results.
+    It uses standard error, because standard output is for results.
     """
 
-    def __init__(self, stream: TextIO | None = None) -> None:
-        stream = sys.stderr if stream is None else stream
-        self._console = terminal.console(stream)
-        self._live = Live(console=self._console, auto_refresh=False) if stream.isatty() else None
+    def __init__(self) -> None:
+        self._console, is_terminal = terminal.console(sys.stderr), sys.stderr.isatty()
+        self._live = Live(console=self._console, auto_refresh=False) if is_terminal else None
         self._trials = Path()
         self._view: RunView | None = None
         self._built_at: tuple[int, int] | None = None
@@ -66,8 +64,15 @@ class LiveView(Observer):
     def waited(self, run: Run) -> None:
         if self._live is None or not run.has_begun:
             return
-        view = self._view_of(run)
-        cells = [(each.label, self._result_of(each)) for each in view.trials[-_LAST_TRIALS:]]
+        state = len(run.trials), len(run.outcomes)  # else the view does not change
+        if self._view is None or state != self._built_at:
+            self._view, self._built_at = RunView(run), state
+        view = self._view
+        cells = []
+        for each in view.trials[-_LAST_TRIALS:]:
+            folder = self._trials / each.trial.name
+            result = each.result if each.outcome else progress.describe_activity(folder)
+            cells.append((each.label, result))
         lines = (view.verdict.headline, *progress.describe_progress(run))
         if (cells, lines) == self._shown:
             return
@@ -78,15 +83,3 @@ class LiveView(Observer):
             Table(("trial", "result"), cells, names=("trial",)), self._console.width
         )
         self._live.update(Group(table, bar, *map(terminal.as_text, lines)), refresh=True)
-
-    def _result_of(self, each: TrialView) -> str:
-        """Return how a trial ended, or what it is doing."""
-        folder = self._trials / each.trial.name
-        return each.result if each.outcome else progress.describe_activity(folder)
-
-    def _view_of(self, run: Run) -> RunView:
-        """Return the view of a run, rebuilt only after a trial began or ended."""
-        state = len(run.trials), len(run.outcomes)
-        if self._view is None or state != self._built_at:
-            self._view, self._built_at = RunView.build(run), state
-        return self._view

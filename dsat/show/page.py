@@ -108,5 +108,4 @@ def _vega() -> str:
 
 @cache
 def _template(name: str) -> str:
-    """Return the text of a template."""
     return (resources.files("dsat.show") / "templates" / name).read_text(encoding="utf-8")

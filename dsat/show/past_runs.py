@@ -97,7 +97,7 @@ def load_all(above: Path | None = None) -> tuple[list[tuple[PastRun, RunView]], 
     for folder in folders(above):
         try:
             past = load(folder)
-            found.append((past, RunView.build(past.run)))
+            found.append((past, RunView(past.run)))
         except (JournalError, UserInputError, OSError) as error:
             unread.append(str(error))
         except Exception as error:  # of values that this dsat cannot show

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from dsat.run.run import Run
 from dsat.values import format as fmt
@@ -40,17 +40,14 @@ def _advise_on_data(run: Run, own: Metrics, best: Metrics) -> Iterator[str]:
         )
     if its < _DATA:
         return
-    waits = f"the best configuration waits for data {fmt.percent(its)} of a step"
-    yield f"Time: {waits}. {_more_workers(tried)}."
-
-
-def _more_workers(tried: Sequence[str]) -> str:
-    if tried:
-        return f"More worker processes may help: list higher values of {tried[0]} with --vary"
-    return (
+    remedy = (
         "Give the data loader more worker processes (num_workers), or do less work per sample. If "
         "your script has a flag for workers, --vary --FLAG=0,4,8 searches it"
     )
+    if tried:
+        remedy = f"More worker processes may help: list higher values of {tried[0]} with --vary"
+    waits = f"the best configuration waits for data {fmt.percent(its)} of a step"
+    yield f"Time: {waits}. {remedy}."
 
 
 def _advise_on_optimizer(run: Run, best: Metrics) -> Iterator[str]:

@@ -102,7 +102,7 @@ def describe_run(view: RunView, folder: Path, state: str) -> list[Part]:
 
 def describe_trial(run: Run, trial: Trial, folder: Path) -> list[Part]:
     """Return everything about one trial, with the ends of its logs."""
-    view, batch, slots = TrialView.build(run, trial), trial.batch, run.plan.slots_per_trial
+    view, batch, slots = TrialView(run, trial), trial.batch, run.plan.slots_per_trial
     groups = batch.parallelism.groups(slots)
     stage = fmt.strategy(trial.strategy)
     lines = [
@@ -119,7 +119,7 @@ def describe_trial(run: Run, trial: Trial, folder: Path) -> list[Part]:
 
 def trial_to_json(run: Run, trial: Trial, folder: Path) -> dict[str, Any]:
     """Return everything about one trial as JSON values."""
-    view = TrialView.build(run, trial)
+    view = TrialView(run, trial)
     memory = None if view.outcome is None else view.outcome.memory
     return {
         **view.to_json(),
@@ -136,7 +136,11 @@ def compare_runs(views: Views) -> list[Part]:
     columns = [_column(view) for view in views.values()]
     rows = [(key, *(column[key] for column in columns)) for key in columns[0]]
     found: list[Part] = [Table(("", *views), rows)]
-    settings = [_settings(view, view.best) for view in views.values() if view.best is not None]
+    trials = [(view.plan, view.best.trial) for view in views.values() if view.best is not None]
+    settings = [
+        flat(hide_secrets_in_values({**plan.config(trial.overrides), **trial.script_args}))
+        for plan, trial in trials
+    ]
     if len(settings) == len(views):
         differing = [
             (key, *(fmt.setting(each.get(key)) or "(not set)" for each in settings))
@@ -247,11 +251,6 @@ def _column(view: RunView) -> dict[str, str]:
         "its global batch": "-" if best is None else str(best.trial.batch.train_batch_size),
         "gain over your own": view.gain.text,
     }
-
-
-def _settings(view: RunView, each: TrialView) -> dict[str, Any]:
-    config, script_args = view.plan.config(each.trial.overrides), each.trial.script_args
-    return flat(hide_secrets_in_values({**config, **script_args}))
 
 
 def _caveats(views: Views) -> list[str]:

@@ -28,7 +28,6 @@ _MOST_CHANGES = 5
 _NONE_CONFIRMED = "none of the leading configurations was confirmed on a re-run"
 
 
-@dataclass(frozen=True)
 class GainView:
     """Gain of the best configuration over the user's own.
 
@@ -39,20 +38,14 @@ class GainView:
         finals: comparison by the finals as JSON values; None if there is none (yet).
     """
 
-    ratio: float | None
-    text: str
-    own_value: float | None = None
-    finals: dict[str, Any] | None = None
-
-    @classmethod
-    def build(cls, run: Run) -> GainView:
-        found, once, finals = gain(run), search_gain(run), _finals_json(run)
-        own = None if run.baseline is None else final_value(run, run.baseline)
+    def __init__(self, run: Run) -> None:
+        found, self.ratio, self.finals = gain(run), search_gain(run), _finals_json(run)
+        self.own_value = None if run.baseline is None else final_value(run, run.baseline)
+        self.text = "-" if self.ratio is None else f"{self.ratio:.2f}x, unconfirmed"
         if run.best is not None and run.best is run.baseline:
-            return cls(1.0, "1.00x, your own", own, finals)
-        if found is not None:
-            return cls(found.ratio, say_gain(found), own, finals)
-        return cls(once, "-" if once is None else f"{once:.2f}x, unconfirmed", own, finals)
+            self.ratio, self.text = 1.0, "1.00x, your own"
+        elif found is not None:
+            self.ratio, self.text = found.ratio, say_gain(found)
 
 
 @dataclass(frozen=True)
@@ -158,7 +151,7 @@ def _explain_no_best(run: Run) -> Verdict:
 
 
 def _headline(run: Run, best: Trial) -> str:
-    gained, metric = GainView.build(run), run.plan.metric
+    gained, metric = GainView(run), run.plan.metric
     value = fmt.metric(metric, run.best_value, digits=3)
     if best is run.baseline:
         if run.stop_reason is None and not run.paused and not _searched(run):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from dsat.command.switches import SWITCHES
 from dsat.run.events import is_of_budget
 from dsat.run.run import Run, own_switches
 from dsat.show.memory import used_bytes
-from dsat.show.verdict import GainView, Verdict, verdict
+from dsat.show.verdict import GainView, verdict
 from dsat.space.deepspeed_settings import SETTING_NAMES
 from dsat.space.plan import Plan
 from dsat.values import format as fmt
@@ -23,7 +23,6 @@ from dsat.values.text import hide_secrets_in_values
 from dsat.values.trial import Trial, TrialKind
 
 
-@dataclass(frozen=True)
 class TrialView:
     """A trial with its outcome.
 
@@ -36,31 +35,17 @@ class TrialView:
             None if unknown.
     """
 
-    trial: Trial
-    outcome: Outcome | None
-    result: str
-    value: float | None
-    used_bytes: int | None
-    settings: Mapping[str, Any]
-    is_best: bool
-    ended_s: float | None
-    ended_at_s: float | None
-
-    @classmethod
-    def build(cls, run: Run, trial: Trial, *, is_best: bool | None = None) -> TrialView:
-        outcome = run.outcomes.get(trial.id)
-        unfinished = "interrupted" if run.paused else "running"
-        return cls(
-            trial=trial,
-            outcome=outcome,
-            result=fmt.outcome(outcome, run.plan.metric) if outcome is not None else unfinished,
-            value=None if trial.kind is TrialKind.PROFILE else run.value(trial),
-            used_bytes=None if outcome is None else used_bytes(run, outcome),
-            settings=flat(hide_secrets_in_values({**trial.overrides, **trial.script_args})),
-            is_best=trial is run.best if is_best is None else is_best,
-            ended_s=run.ended_s.get(trial.id),
-            ended_at_s=run.ended_at_s.get(trial.id),
-        )
+    def __init__(self, run: Run, trial: Trial, *, is_best: bool = False) -> None:
+        self.trial, self.is_best = trial, is_best
+        self.outcome = run.outcomes.get(trial.id)
+        self.result, self.used_bytes = "interrupted" if run.paused else "running", None
+        if self.outcome is not None:
+            self.result = fmt.outcome(self.outcome, run.plan.metric)
+            self.used_bytes = used_bytes(run, self.outcome)
+        self.value = None if trial.kind is TrialKind.PROFILE else run.value(trial)
+        self.settings = flat(hide_secrets_in_values({**trial.overrides, **trial.script_args}))
+        self.ended_s = run.ended_s.get(trial.id)
+        self.ended_at_s = run.ended_at_s.get(trial.id)
 
     @property
     def is_own(self) -> bool:
@@ -114,9 +99,8 @@ class StageView:
     best: TrialView | None
 
 
-@dataclass(frozen=True)
 class RunView:
-    """Frozen view of a run, which renderers lay out without computing anything.
+    """View of a run at one moment, which renderers lay out without computing anything.
 
     Attributes:
         info: name, versions and machine, from the journal's first line.
@@ -124,46 +108,23 @@ class RunView:
         facts: metric, best, trials, machine, wall time, why the run stopped, memory predictions.
     """
 
-    info: Mapping[str, Any]
-    plan: Plan
-    own_switches: Mapping[str, Any]
-    stop_reason: str | None
-    running_s: float
-    trials: tuple[TrialView, ...]
-    stages: tuple[StageView, ...]
-    best: TrialView | None
-    best_value: float | None
-    best_outcome: Outcome | None
-    baseline: TrialView | None
-    gain: GainView
-    verdict: Verdict
-    facts: tuple[str, ...]
-    warnings: tuple[str, ...]
-
-    @classmethod
-    def build(cls, run: Run) -> RunView:
+    def __init__(self, run: Run) -> None:
         best, own = run.best, run.baseline
-        warnings = dict.fromkeys(w for o in run.outcomes.values() for w in o.warnings)
         trials = {
-            trial_id: TrialView.build(run, trial, is_best=trial is best)
+            trial_id: TrialView(run, trial, is_best=trial is best)
             for trial_id, trial in run.trials.items()
         }
-        return cls(
-            info=run.info,
-            plan=run.plan,
-            own_switches=own_switches(run),
-            stop_reason=run.stop_reason,
-            running_s=run.running_s,
-            trials=tuple(trials.values()),
-            stages=tuple(_stages(run.plan, list(trials.values()))),
-            best=None if best is None else trials[best.id],
-            best_value=run.best_value,
-            best_outcome=run.best_outcome,
-            baseline=None if own is None else trials[own.id],
-            gain=GainView.build(run),
-            verdict=verdict(run),
-            facts=tuple(_facts(run)),
-            warnings=tuple(warnings),
+        self.info, self.plan, self.own_switches = run.info, run.plan, own_switches(run)
+        self.stop_reason, self.running_s = run.stop_reason, run.running_s
+        self.trials = list(trials.values())
+        self.stages = list(_stages(run.plan, self.trials))
+        self.best = None if best is None else trials[best.id]
+        self.best_value, self.best_outcome = run.best_value, run.best_outcome
+        self.baseline = None if own is None else trials[own.id]
+        self.gain, self.verdict = GainView(run), verdict(run)
+        self.facts = list(_facts(run))
+        self.warnings = list(
+            dict.fromkeys(text for outcome in run.outcomes.values() for text in outcome.warnings)
         )
 
     @property
@@ -243,7 +204,7 @@ class RunView:
             "verdict": list(self.verdict.lines),
             "finals": self.gain.finals,
             "trials": [view.to_json() for view in self.trials],
-            "warnings": list(self.warnings),
+            "warnings": self.warnings,
         }
 
 

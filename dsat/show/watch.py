@@ -87,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if is_known and not page_name:
                 past = _load(self.server.folder, _version(self.server.folder))
-                self._send(200, _HTML, page.watch_html(RunView.build(past.run), str(past.folder)))
+                self._send(200, _HTML, page.watch_html(RunView(past.run), str(past.folder)))
             elif is_known and page_name == "state":
                 known = parse_qs(query).get("version", [""])[0]
                 self._send(200, _JSON, json.dumps(_state(self.server.folder, known)))
@@ -112,7 +112,7 @@ def _state(folder: Path, known: str) -> dict[str, Any]:
     if known == found["version"]:
         return found
     train_line = summary.read_train_line(past.folder)
-    return {**found, **page.watch_parts(RunView.build(past.run), train_line)}
+    return {**found, **page.watch_parts(RunView(past.run), train_line)}
 
 
 def _status_line(past: PastRun) -> str:

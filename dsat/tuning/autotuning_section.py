@@ -7,7 +7,7 @@ https://www.deepspeed.ai/docs/config-json/#autotuning. `start_step`, `end_step`,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -90,10 +90,6 @@ def _number_or_none(value: Any, where: str) -> int | None:
     return whole_number(value, where, least=0) or None
 
 
-def _trials(value: Any, where: str) -> int:
-    return whole_number(value, where) + 1  # plus the trial of the user's own configuration
-
-
 def _flag(value: Any, where: str) -> bool:
     if not isinstance(value, bool):
         raise UserInputError(f"must be true or false, not {value!r}", where=where)
@@ -159,7 +155,8 @@ _VALUES: Mapping[str, tuple[str, Reader]] = {
     "end_step": ("end_profile_step", whole_number),
     "fast": ("fast", _flag),
     "tuner_type": ("method", _one_of(_METHODS)),
-    "tuner_num_trials": ("max_trials", _trials),
+    # The trial of the user's own configuration comes in addition.
+    "tuner_num_trials": ("max_trials", lambda value, where: whole_number(value, where) + 1),
     "max_train_batch_size": ("max_train_batch_size", _number_or_none),
     "max_train_micro_batch_size_per_gpu": ("max_micro_batch", whole_number),
     "min_train_micro_batch_size_per_gpu": ("min_micro_batch", whole_number),
@@ -213,7 +210,11 @@ def read(config: Mapping[str, Any], *, where: str) -> Section | None:
         values.setdefault("end_profile_step", values["start_profile_step"] + _MORE_STEPS)
     _check_mappings(values.get("arg_mappings", {}), config, place)
     folders = {key: values.pop(key, None) for key in ("results_dir", "exps_dir")}
-    return Section(values, keys, **folders, notes=tuple(_notes(config, section, where)))
+    ignored = [key for key in _WITHOUT_EFFECT if section.get(key) is not None]
+    notes = [f"{place}.{key} has no effect: {_WITHOUT_EFFECT[key]}" for key in ignored]
+    if config.get("arg_mappings") is not None:
+        notes.append(f"{where}: arg_mappings has no effect: it belongs inside {AUTOTUNING}")
+    return Section(values, keys, **folders, notes=tuple(notes))
 
 
 def _check_mappings(mappings: Mapping[str, str], config: Mapping[str, Any], where: str) -> None:
@@ -229,11 +230,3 @@ def _check_mappings(mappings: Mapping[str, str], config: Mapping[str, Any], wher
                 where=f"{where}.arg_mappings.{setting}",
                 hint=near + "Correct it or leave it out.",
             )
-
-
-def _notes(config: Mapping[str, Any], given: Mapping[str, Any], where: str) -> Iterator[str]:
-    for key, reason in _WITHOUT_EFFECT.items():
-        if given.get(key) is not None:
-            yield f"{where}: {AUTOTUNING}.{key} has no effect: {reason}"
-    if config.get("arg_mappings") is not None:
-        yield f"{where}: arg_mappings has no effect: it belongs inside {AUTOTUNING}"

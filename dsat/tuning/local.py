@@ -47,7 +47,7 @@ EngineFactory = Callable[[Prepared, Path], Engine]
 ENGINES: dict[str, EngineFactory] = {}
 
 
-class LocalSearch:
+class LocalSearch(Observer):
     """A search that this process controls; a context manager.
 
     It locks the run's folder and opens the journal; on exit it ends all trials and closes both.
@@ -61,6 +61,7 @@ class LocalSearch:
     def __init__(self, ready: Prepared) -> None:
         self.interrupted = False
         self._engine: Engine | None = None
+        self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
         with contextlib.ExitStack() as opened:
             name, settings = ready.experiment.name, ready.settings
             self.folder = run_folders.choose(settings, name, opened, ready.plan)
@@ -125,10 +126,18 @@ class LocalSearch:
         drive(
             self._tuner,
             self._engine,
-            [_FileKeeper(ready, self.folder), Narrator(_log_line), *observers],
+            [self, Narrator(_log_line), *observers],
             max_slots=min(at_once, settings.max_slots or at_once),
             survey=self._survey,
         )
+
+    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
+        """Write result files: after each new best, and with the report at most every 30 s."""
+        is_due = time.monotonic() >= self._page_is_due_s
+        if is_due:
+            self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
+        if trial is run.best or is_due:
+            _write_files(self.ready, run, self.folder, with_page=is_due)
 
     def _survey(self) -> Basis:
         """Return the basis of memory predictions: simulations if possible, else the profile."""
@@ -189,7 +198,25 @@ class LocalSearch:
             return
         if not isinstance(self._engine, LocalEngine):
             raise UserInputError("needs the local engine", where="--run-full-experiment")
-        _train(self._engine, best, out, err)
+        folder = self._engine.train(best)
+        _log.info("training with %s in full length; its output is kept in %s", best.name, folder)
+        followed = [
+            (follow(folder / name), stream)
+            for name, stream in zip(log_files(0), (out, err), strict=True)
+            if stream is not None
+        ]
+        outcome = None
+        while outcome is None:
+            outcome = dict(self._engine.poll(1.0)).get(FULL_RUN_ID)
+            for texts, stream in followed:
+                stream.write(next(texts))
+                stream.flush()
+        if outcome.kind is not OutcomeKind.OK:
+            raise SearchFailed(
+                f"{outcome.describe('the full-length run')}. Its log is {folder / 'stderr.log'}.",
+                "" if followed else outcome.detail,
+            )
+        _log.info("training finished; its output is in %s", folder)
 
 
 def _log_line(kind: Kind, text: str) -> None:
@@ -197,25 +224,9 @@ def _log_line(kind: Kind, text: str) -> None:
     log.log(logging.WARNING if kind is Kind.WARNING else logging.INFO, "%s", text)
 
 
-class _FileKeeper(Observer):
-    """Writer of result files: after each new best, and with the report at most every 30 s."""
-
-    def __init__(self, ready: Prepared, folder: Path) -> None:
-        self._ready = ready
-        self._folder = folder
-        self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
-
-    def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
-        is_due = time.monotonic() >= self._page_is_due_s
-        if is_due:
-            self._page_is_due_s = time.monotonic() + _PAGE_EVERY_S
-        if trial is run.best or is_due:
-            _write_files(self._ready, run, self._folder, with_page=is_due)
-
-
 def _write_files(ready: Prepared, run: Run, folder: Path, *, with_page: bool = True) -> None:
     """Write the result files, by default with the report."""
-    view, line = RunView.build(run), train_command.make_line(ready, run, folder)
+    view, line = RunView(run), train_command.make_line(ready, run, folder)
     summary.write_files(view, folder, line)
     train_command.write_own_files(ready, run, folder)
     if with_page:
@@ -272,31 +283,6 @@ def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
         slots_per_trial=ready.plan.slots_per_trial,
         own=ready.first,
     )
-
-
-def _train(engine: LocalEngine, best: Trial, *streams: TextIO | None) -> None:
-    folder = engine.train(best)
-    _log.info("training with %s in full length; its output is kept in %s", best.name, folder)
-    followed = [
-        (follow(folder / name), stream)
-        for name, stream in zip(log_files(0), streams, strict=True)
-        if stream is not None
-    ]
-    while True:
-        ended = engine.poll(1.0)
-        for texts, stream in followed:
-            stream.write(next(texts))
-            stream.flush()
-        for trial_id, outcome in ended:
-            if trial_id != FULL_RUN_ID:
-                continue
-            if outcome.kind is OutcomeKind.OK:
-                _log.info("training finished; its output is in %s", folder)
-                return
-            raise SearchFailed(
-                f"{outcome.describe('the full-length run')}. Its log is {folder / 'stderr.log'}.",
-                "" if followed else outcome.detail,
-            )
 
 
 def _failure(run: Run, trials: Path) -> DsatError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from dsat.command import ds_config, script_args
@@ -30,6 +30,7 @@ from dsat.values.zero_strategy import of_config
 
 _log = logging.getLogger(__name__)
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
+_NVME_PATHS = [f"zero_optimization.offload_{what}.nvme_path" for what in ("optimizer", "param")]
 
 
 def make_plan(
@@ -65,7 +66,8 @@ def make_plan(
     of_launcher = known.pop("listed_switches", {})
     decided["listed_switches"] = {**of_launcher, **_listed_switches(settings, args)}
     decided["zero_stages"] = tuple(settings.zero_stages or stages)
-    decided["nvme_path"] = settings.nvme_path or _nvme_path(base)
+    own_paths = (ds_config.at(base, path) for path in _NVME_PATHS)
+    decided["nvme_path"] = settings.nvme_path or next(filter(None, own_paths), None)
     # A time per optimizer step grows with the batch, unless the global batch is given.
     is_time = Objective(settings.metric).smaller_is_better
     as_ancestor = settings.search_options.get("search_range_factor") is not None
@@ -174,9 +176,12 @@ def _data_parallel(
 
 def _measured(settings: Settings, experiment: Experiment, device: str) -> dict[str, Any]:
     """Return the program, measured steps and device, which must stay the same on resuming."""
+    left_out = [ds_config.OVERWRITE_KEY]
+    if not isinstance(experiment.hparams[ds_config.CONFIG_KEY], str):  # inline
+        left_out.append(ds_config.CONFIG_KEY)
     program = {
         "entrypoint": experiment.entrypoint,
-        "hparams": _other_hparams(experiment),
+        "hparams": {k: value for k, value in experiment.hparams.items() if k not in left_out},
         "arg_mappings": dict(experiment.arg_mappings),
     }
     steps = [settings.start_profile_step, settings.end_profile_step, settings.max_profile_steps]
@@ -250,13 +255,6 @@ def _expand_names(
     return tune, fix
 
 
-def _other_hparams(experiment: Experiment) -> dict[str, Any]:
-    """Return the hyperparameters except overrides and an inline DeepSpeed configuration."""
-    inline = not isinstance(experiment.hparams[ds_config.CONFIG_KEY], str)
-    left_out = {ds_config.OVERWRITE_KEY, *([ds_config.CONFIG_KEY] if inline else [])}
-    return {name: value for name, value in experiment.hparams.items() if name not in left_out}
-
-
 def check_micro_batches(rule: BatchRule) -> None:
     """Raise UserInputError if no micro batch is left to try."""
     if rule.allowed_micro_batches:
@@ -293,45 +291,25 @@ def find_script_switches(program: Entrypoint, given: Mapping[str, str]) -> dict[
     return {CHECKPOINTING: script_args.is_on(program.args, flag)}
 
 
-def _nvme_path(config: Mapping[str, Any]) -> str | None:
-    zero = config.get("zero_optimization") or {}
-    for section in ("offload_optimizer", "offload_param"):
-        given = zero.get(section)
-        if isinstance(given, Mapping) and given.get("nvme_path"):
-            return str(given["nvme_path"])
-    return None
-
-
-def _kept_batch(settings: Settings, plan: Plan) -> str:
-    """Return a note that the global batch is kept by default; empty if it is not."""
+def make_notes(settings: Settings, plan: Plan) -> Iterator[str]:
+    """Yield notes on consequences of a plan that may surprise the user."""
     size = plan.train_batch_size
-    if size is None or "train_batch_size" in settings.given:
-        return ""
-    if leaves_nothing_to_trade(plan):
-        return (
-            f"your global batch of {size} is one sample per device, so the micro batch cannot "
-            "grow. --train-batch-size any also searches larger batches, which change the training"
+    if size is not None and "train_batch_size" not in settings.given:
+        note = (
+            f"the search keeps your global batch of {size}. --train-batch-size any also searches "
+            "other global batches, which change the training"
         )
-    return (
-        f"the search keeps your global batch of {size}. --train-batch-size any also searches "
-        "other global batches, which change the training"
-    )
-
-
-def _name_without_effect(settings: Settings, plan: Plan) -> str:
-    """Return a note on settings of `--search` that cannot be searched; empty without any."""
+        if leaves_nothing_to_trade(plan):
+            note = (
+                f"your global batch of {size} is one sample per device, so the micro batch cannot "
+                "grow. --train-batch-size any also searches larger batches, which change the "
+                "training"
+            )
+        yield note
     searched = {key for branch in make_space(plan).branches for key, _ in branch.searched}
-    of_deepspeed = {setting.key for setting in SETTINGS}
-    names = [n for n in settings.tune if n in of_deepspeed and n not in searched]
-    if not names:
-        return ""
-    return (
-        f"{', '.join(names)} cannot be searched: your configuration, its precision or this machine "
-        "allows only one value"
-    )
-
-
-def make_notes(settings: Settings, plan: Plan) -> list[str]:
-    """Return notes on consequences of a plan that may surprise the user."""
-    notes = (_kept_batch(settings, plan), _name_without_effect(settings, plan))
-    return [note for note in notes if note]
+    fixed = {setting.key for setting in SETTINGS} - searched
+    if names := [name for name in settings.tune if name in fixed]:
+        yield (
+            f"{', '.join(names)} cannot be searched: your configuration, its precision or this "
+            "machine allows only one value"
+        )

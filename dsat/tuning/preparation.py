@@ -130,8 +130,7 @@ def _prepare(
     if orphans := leftovers.end_orphans():
         _log.info("ended processes left over from a killed dsat: %s", ", ".join(map(str, orphans)))
     source, first = sources.read(settings), None
-    section, settings = apply_section(settings, source.experiment, source.program.config_path)
-    _check_results(section)
+    section, settings = _read_section(settings, source)
     engine = settings.engine
     if engine == places.AUTO:
         engine = places.detect(Environment(os.environ, source.program.launch))
@@ -156,8 +155,7 @@ def _prepare(
     elif is_recorded or source.unknown:
         source = source.run_to_training(settings.trial_timeout_s, settings.slots)
     if section is None:  # the run of the command may have shown one
-        section, settings = apply_section(settings, source.experiment, source.program.config_path)
-        _check_results(section)
+        section, settings = _read_section(settings, source)
     _check_packages(settings, source)
     defaults = installed_deepspeed.check(source.experiment, source.program)
     with slow.logged(_log, "inspecting the accelerators"):
@@ -197,8 +195,14 @@ def _check_before_running(settings: Settings, source: Source, engine: str) -> No
             where="entrypoint",
             hint="For several machines, use deepspeed --hostfile FILE, or dsat in a Slurm job.",
         )
-    _check_settings(settings, source)
-    if source.unknown == sources.PROGRAM:
+    plans.check(settings)
+    slots = settings.slots or source.program.slots
+    if slots is not None:
+        check_max_slots(settings, slots)
+    is_unknown = source.unknown == sources.PROGRAM
+    if not settings.dry_run and (settings.run_dir is not None or not is_unknown):
+        run_folders.check(settings, source.experiment.name)
+    if is_unknown:
         return
     if settings.slots is not None:
         sources.check_ranks(source.program, settings.slots)
@@ -222,22 +226,13 @@ def apply_section(
     return (None, settings) if section is None else (section, section.apply(settings))
 
 
-def _check_results(section: Section | None) -> None:
-    """Raise UserInputError if folders of an `autotuning` section cannot be written to."""
+def _read_section(settings: Settings, source: Source) -> tuple[Section | None, Settings]:
+    """Apply the `autotuning` section; raise UserInputError if its folders cannot be written to."""
+    section, settings = apply_section(settings, source.experiment, source.program.config_path)
     for folder in (section.results_dir, section.exps_dir) if section is not None else ():
         if folder is not None:
             run_folders.check_can_be_made(folder, "Name another folder in the section.")
-
-
-def _check_settings(settings: Settings, source: Source) -> None:
-    """Raise UserInputError for settings that are wrong whatever the command does."""
-    plans.check(settings)
-    slots = settings.slots or source.program.slots
-    if slots is not None:
-        check_max_slots(settings, slots)
-    is_named = settings.run_dir is not None or source.unknown != sources.PROGRAM
-    if is_named and not settings.dry_run:
-        run_folders.check(settings, source.experiment.name)
+    return section, settings
 
 
 def _check_packages(settings: Settings, source: Source) -> None:
@@ -267,7 +262,9 @@ def _choose_slots(
         searcher_of_full_run(source.experiment, "metric", "max_length")
     slots = source.slots_per_trial(settings.slots, available)
     chosen = hosts_of.extend_slots(hosts, slots)
-    _check_slots(settings, chosen, slots)
+    check_max_slots(settings, slots)
+    if settings.engine in ENGINE_NAMES:  # other engines may run trials elsewhere
+        _check_slots(settings, chosen, slots)
     if program.launch.takes_all and slots == available and not hosts[0].machine.left_out:
         program = replace(program, slots=slots)  # the command itself starts as many
     mappings = _check_mappings(settings, program)
@@ -302,9 +299,6 @@ def check_max_slots(settings: Settings, slots: int, *, where: str | None = None)
 
 
 def _check_slots(settings: Settings, hosts: Sequence[Host], slots: int) -> None:
-    check_max_slots(settings, slots)
-    if settings.engine not in ENGINE_NAMES:
-        return  # an engine that the user registered may run trials elsewhere
     is_given = settings.command or "slots" in settings.given
     where = settings.name_of("slots") if is_given else "resources.slots_per_trial"
     check_slots(hosts, slots, where=where)

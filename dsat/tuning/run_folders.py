@@ -84,34 +84,31 @@ def _find_run(folder: Path | None, name: str, plan: Plan | None) -> Path:
     That is the run of the same plan that changed last, or else the run that changed last.
     """
     if folder is not None:
-        if not _can_resume(folder):
+        if _read_run(folder) is None:
             raise UserInputError("contains no run that this machine can resume", where=str(folder))
         return folder
     stem = _stem(name)
-    runs = (RUNS_FOLDER / f"{stem}-{n}" for n in sorted(_numbers(stem), reverse=True))
-    found = sorted(filter(_can_resume, runs), key=past_runs.changed_s, reverse=True)
-    if not found:
+    folders = (RUNS_FOLDER / f"{stem}-{n}" for n in sorted(_numbers(stem), reverse=True))
+    runs = {path: run for path in folders if (run := _read_run(path)) is not None}
+    if not runs:
         raise UserInputError(f"there is no run {RUNS_FOLDER / stem}-* to resume", where="--resume")
-    return next((each for each in found if plan is not None and _is_of(plan, each)), found[0])
+    found = sorted(runs, key=past_runs.changed_s, reverse=True)
+    return next((path for path in found if plan is not None and _is_of(plan, runs[path])), found[0])
 
 
-def _is_of(plan: Plan, folder: Path) -> bool:
-    """Return whether a folder holds a run of a plan."""
-    try:
-        run = history.read_run(folder / FILE_NAME)
-    except JournalError:
-        return False
+def _is_of(plan: Plan, run: Run) -> bool:
     return run.has_begun and difference_to(plan, run.plan) is None
 
 
-def _can_resume(folder: Path) -> bool:
-    """Return whether a folder holds a run that no cluster ran; True if its journal is damaged."""
+def _read_run(folder: Path) -> Run | None:
+    """Return a run that no cluster ran, empty if its journal is damaged; None without one."""
     if not (folder / FILE_NAME).exists():
-        return False
+        return None
     try:
-        return ENGINE not in history.read_run(folder / FILE_NAME).info
+        run = history.read_run(folder / FILE_NAME)
     except JournalError:
-        return True
+        return Run()
+    return None if ENGINE in run.info else run
 
 
 def check_can_be_made(folder: Path, hint: str) -> None:
@@ -168,7 +165,7 @@ def earlier_runs(folder: Path, plan: Plan, info: Mapping[str, Any]) -> list[Run]
     """
     journal = folder / FILE_NAME
     run = history.read_run(journal) if journal.exists() else Run()
-    if run.has_begun and difference_to(plan, run.plan) is None:
+    if _is_of(plan, run):
         changed = history.difference(run, plan, info)
         if changed is not None and not _is_over(run, plan):
             _set_aside(journal, _existing(folder, *_RESULTS))

@@ -50,40 +50,30 @@ _BEGINNINGS = (
     r"ATATT3|figd_|ntn_|AGE-SECRET-KEY-|key-(?=[0-9a-f]{32})|bot(?=\d{8,}:)|"
     r"lin_api_|xai-|pplx-|shp(?:at|ca|pa|ss)_|glsa_|tskey-|dckr_pat_|lsv2_|pcsk_|whsec_|wandb_v\d_"
 )
-_SHOWN_SECRETS = (
-    # URLs with credentials.
-    (re.compile(r"(?<=://)[^\s/@:'\"]*:[^\s/'\"]+(?=@)"), HIDDEN),  # up to the last @
-    (re.compile(r"(?<=://)[\w.~+=-]{16,}(?=@)"), HIDDEN),
-    (
-        re.compile(r"(?i)([?&](?:sig|signature|token|access_token|key|code|x-amz-\w+)=)[^&\s'\"]+"),
-        rf"\1{HIDDEN}",
-    ),
-    (re.compile(r"(?i)(\bauthorization[\"']?\s*[:=]\s*[\"']?basic\s+)[\w+/=-]+"), rf"\1{HIDDEN}"),
-    (re.compile(r"(?i)(\bauthorization[\"']?[:=]\s*[\"']?)(?=\w*\d)[\w+/=-]{12,}"), rf"\1{HIDDEN}"),
-    (re.compile(r"(?i)(\bbearer\s+)[\w.~+/=-]{8,}"), rf"\1{HIDDEN}"),
-    (re.compile(r"(?i)(\b(?:set-)?cookie:\s*)[^\r\n]+"), rf"\1{HIDDEN}"),
-    # Webhooks, whose path is the secret.
-    (
-        re.compile(r"(hooks\.slack\.com/\w+/|discord(?:app)?\.com/api/webhooks/\d+/)[\w/-]+"),
-        rf"\1{HIDDEN}",
-    ),
-    # `invalid token hf4...`: a word that looks like a key, after a name for keys.
-    (
-        re.compile(
-            r"(?i)\b((?:token|password|passphrase|secret|api[ _-]?key):?\s+"
-            r"(?:(?:is|was|provided|not valid):?\s+)?['\"]?)"
-            r"(?=[^\s\d]*\d)(?=[^\sa-z]*[a-z])[\w.~+/-]{12,}"
-        ),
-        rf"\1{HIDDEN}",
-    ),
-    # Keys with a known prefix, as listed by GitHub's secret scanning.
-    (re.compile(rf"\b(?:{_BEGINNINGS})[A-Za-z0-9_.:-]{{12,}}"), HIDDEN),
-    (re.compile(r"\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+"), HIDDEN),
-    (
-        re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*KEY-----|$)", re.S),
-        HIDDEN,
-    ),
-)
+# Texts that look like secrets, whatever their names; a group is kept.
+_SHOWN_SECRETS = [
+    re.compile(pattern)
+    for pattern in (
+        # URLs with credentials.
+        r"(?<=://)[^\s/@:'\"]*:[^\s/'\"]+(?=@)",  # up to the last @
+        r"(?<=://)[\w.~+=-]{16,}(?=@)",
+        r"(?i)([?&](?:sig|signature|token|access_token|key|code|x-amz-\w+)=)[^&\s'\"]+",
+        r"(?i)(\bauthorization[\"']?\s*[:=]\s*[\"']?basic\s+)[\w+/=-]+",
+        r"(?i)(\bauthorization[\"']?[:=]\s*[\"']?)(?=\w*\d)[\w+/=-]{12,}",
+        r"(?i)(\bbearer\s+)[\w.~+/=-]{8,}",
+        r"(?i)(\b(?:set-)?cookie:\s*)[^\r\n]+",
+        # Webhooks, whose path is the secret.
+        r"(hooks\.slack\.com/\w+/|discord(?:app)?\.com/api/webhooks/\d+/)[\w/-]+",
+        # `invalid token hf4...`: a word that looks like a key, after a name for keys.
+        r"(?i)\b((?:token|password|passphrase|secret|api[ _-]?key):?\s+"
+        r"(?:(?:is|was|provided|not valid):?\s+)?['\"]?)"
+        r"(?=[^\s\d]*\d)(?=[^\sa-z]*[a-z])[\w.~+/-]{12,}",
+        # Keys with a known prefix, as listed by GitHub's secret scanning.
+        rf"\b(?:{_BEGINNINGS})[A-Za-z0-9_.:-]{{12,}}",
+        r"\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]+",
+        r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*KEY-----|$)",
+    )
+]
 # `name=value`, `"name": "value"`, also escaped, `--name value`, `'--name', 'value'`.
 _NAMED = re.compile(
     r"""(?<![\w.-])(?<!\$\{)(?:([\w.-]{1,100})\\?["']?\s{0,4}[=:]|"""
@@ -173,8 +163,8 @@ def hide_secrets(text: str) -> str:
     """
     for secret in _known_secrets(tuple(sys.argv), len(os.environ)):
         text = text.replace(secret, HIDDEN)
-    for pattern, instead in _SHOWN_SECRETS:
-        text = pattern.sub(instead, text)
+    for pattern in _SHOWN_SECRETS:
+        text = pattern.sub((r"\1" if pattern.groups else "") + HIDDEN, text)
     parts, position = [], 0
     for named in _NAMED.finditer(text):
         name = named[1] or named[2]
@@ -198,7 +188,7 @@ def hide_secrets(text: str) -> str:
 
 def hide_secrets_in_words(words: Iterable[str]) -> list[str]:
     """Return the words of a command with `***` in place of anything that looks like a secret."""
-    return [f"{shown}{HIDDEN}" if name else shown for shown, name in _hidden(words)]
+    return [f"{rest}{HIDDEN}" if name else hide_secrets(rest) for rest, name in _named(words)]
 
 
 def shell_line(words: Sequence[str], own: Path) -> str:
@@ -211,14 +201,12 @@ def shell_line(words: Sequence[str], own: Path) -> str:
     """
     line: list[str] = []
     before = ""
-    for number, (word, (shown, name)) in enumerate(zip(words, _hidden(words), strict=True)):
+    for number, (word, (shown, name)) in enumerate(zip(words, _named(words), strict=True)):
         if not name and _has_secret(word.replace(str(own.resolve()), "")):
             key, equals, _ = word.partition("=")
             is_named = equals and _FLAG.fullmatch(key) and not _has_secret(key)
             shown = f"{key}=" if is_named else ""
             name = key if is_named else before or f"argument_{number}"
-        elif not name:
-            shown = word
         quoted = shlex.quote(shown) if shown or not name else ""
         line.append(quoted + (_required_variable(name) if name else ""))
         before = word if word.startswith("-") and shown == word and _FLAG.fullmatch(word) else ""
@@ -241,12 +229,6 @@ def _required_variable(name: str, origin: str = "your command") -> str:
 
 def _has_secret(text: str) -> bool:
     return hide_secrets(text) != text
-
-
-def _hidden(words: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield the visible part of each word, and the name of the secret that is left out, or ""."""
-    for shown, name in _named(words):
-        yield (shown, name) if name else (hide_secrets(shown), "")
 
 
 def _named(words: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -52,7 +52,7 @@ def test_the_core_api_example(tmp_path: Path) -> None:
         assert told.status == 0, told
         assert there.kinds() == [OutcomeKind.OK] * 2
         config = measured(there)
-        verdict = RunView.build(there.run()).verdict.headline
+        verdict = RunView(there.run()).verdict.headline
         for fact in ("parameters 11,689,512", "memory per device", "activations", verdict):
             assert fact in told.err
         search = there.master.experiment(SEARCH).config

@@ -9,7 +9,9 @@ import pytest
 
 from dsat.cli import main
 from dsat.determined_cluster.select_master import auth_file, choose
+from dsat.determined_cluster.submit import select_place
 from dsat.engines.places import PROVIDERS
+from dsat.tuning.settings import Settings
 from testing.local import PROGRAMS
 
 FAR = "http://gpus.example.com:8080"
@@ -57,10 +59,10 @@ def test_where_trials_run(
     auth.write_text(json.dumps({"version": 2, "masters": masters}))
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    choice = choose(engine, fits=True)
+    choice = choose(engine)
     assert choice.master == master and choice.reason
     if engine == "auto" and "DET_MASTER" in env and master == FAR:
-        choice = choose("auto", fits=False)
+        choice = select_place(Settings(command=("deepspeed", "train.py")))
         assert choice.master is None
         assert choice.reason.startswith(
             "DET_MASTER is set, but a cluster runs only experiment files"
@@ -70,7 +72,7 @@ def test_where_trials_run(
 @pytest.mark.parametrize("damaged", ["", "[]", '{"masters": 3}', '{"masters": {"a": null}}'])
 def test_a_damaged_file_of_logins_is_none(damaged: str, auth: Path) -> None:
     auth.write_text(damaged)
-    assert choose("auto", fits=True).master is None
+    assert choose("auto").master is None
 
 
 def test_the_file_is_where_determined_has_it(

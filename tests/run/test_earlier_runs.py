@@ -62,7 +62,7 @@ def test_finals_that_are_not_needed_are_counted_beside_earlier_trials() -> None:
     second, launched = run(plan, first, measured=own_is_best)
     assert second.best is second.baseline and second.finals is None
     assert len(launched) == 6 and len(second.earlier) == 8
-    [line] = [fact for fact in RunView.build(second).facts if fact.startswith("trials: ")]
+    [line] = [fact for fact in RunView(second).facts if fact.startswith("trials: ")]
     assert line == "trials: 14; 2 reserved for finals, not needed"
 
 

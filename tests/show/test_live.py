@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import sys
+from unittest import mock
 
 from dsat.show.live import LiveView
 from dsat.values.table import Table
@@ -16,7 +18,7 @@ class Terminal(io.StringIO):
 def test_a_table_is_filled_in_on_a_terminal_alone() -> None:
     shown = []
     for stream in (Terminal(), io.StringIO()):
-        with LiveView(stream) as view:
+        with mock.patch.object(sys, "stderr", stream), LiveView() as view:
             view.show("8 GPUs: 0 of 7", Table(("strategy",), [("stage 1 (formula)",)]))
             view.show("8 GPUs: 1 of 7", Table(("strategy",), [("stage 1",)]))
             assert view.is_live == stream.isatty()
