@@ -58,12 +58,15 @@ def parse(text: str) -> dict[str, Any]:
     """
     # hjson is not used for valid JSON, because it converts 1.0 and 5e8 to integers.
     try:
-        found = json.loads(text, object_pairs_hook=_refuse_duplicates)
-    except json.JSONDecodeError:
-        found = _parse_hjson(text)
-    if not isinstance(found, dict):
-        raise ValueError("is not a mapping of keys to values")
-    return dict(document.copy_as_json(found))
+        try:
+            found = json.loads(text, object_pairs_hook=_refuse_duplicates)
+        except json.JSONDecodeError:
+            found = _parse_hjson(text)
+        if not isinstance(found, dict):
+            raise ValueError("is not a mapping of keys to values")
+        return dict(document.copy_as_json(found))
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
 
 
 def _parse_hjson(text: str) -> Any:
@@ -75,6 +78,8 @@ def _parse_hjson(text: str) -> Any:
         raise ValueError(
             f"is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})"
         ) from None
+    except OverflowError:  # hjson converts 1e999 to an integer
+        raise ValueError("is not valid JSON: it contains a number that is too large") from None
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -58,8 +58,9 @@ class Experiment:
 
 # Unquoted words that the master (go-yaml 2) reads as booleans.
 _TRUTHS = {
-    spelling: word in ("y", "yes", "on", "true")
-    for word in "y yes on true n no off false".split()
+    spelling: truth
+    for truth, words in ((True, "y yes on true"), (False, "n no off false"))
+    for word in words.split()
     for spelling in (word, word.capitalize(), word.upper())
 }
 # Path of the user's own overrides in an experiment configuration.
@@ -178,6 +179,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
         mark = getattr(error, "problem_mark", None)
         place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
         problem = f"is not valid YAML: {getattr(error, 'problem', 'cannot be parsed')}{place}"
+    except RecursionError:
+        problem = "is nested too deeply"
     except ValueError as error:
         problem = str(error)
     else:

@@ -56,7 +56,7 @@ def _read(path: Path) -> dict[str, Any]:
     """Read a configuration as transformers does, which accepts `Infinity` and duplicate keys."""
     try:
         config = json.loads(document.read_text(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserInputError(f"is not valid JSON: {error}", where=str(path)) from None
     if not isinstance(config, dict):
         raise UserInputError("is not a mapping of keys to values", where=str(path))

@@ -210,12 +210,13 @@ def _as_constants(hparams: Mapping[str, Any]) -> dict[str, Any]:
     Otherwise the master would read them (optimizer, scheduler) as ranges, or refuse them. The
     settings of DeepSpeed and dsat are single constants.
     """
-    found = dict(hparams)
-    for name, value in hparams.items():
-        if isinstance(value, Mapping):
-            is_whole = name in _SETTINGS or "type" in value
-            found[name] = {"type": "const", "val": value} if is_whole else _as_constants(value)
-    return found
+    return {name: _as_constant(value, name in _SETTINGS) for name, value in hparams.items()}
+
+
+def _as_constant(value: Any, whole: bool = False) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {"type": "const", "val": value} if whole or "type" in value else _as_constants(value)
 
 
 def _user_config(job: Job, tag: str, runner: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,18 +81,13 @@ def decode(kind: Any, data: Any, where: str = "") -> Any:
     if dataclasses.is_dataclass(kind):
         return _dataclass(kind, _checked(dict, data, where), where)
     if origin is tuple:
-        items = _checked(list, data, where)
-        kinds = [inner[0]] * len(items) if inner[-1] is Ellipsis else inner
-        if len(items) != len(kinds):
-            raise DecodeError(where, f"must be a list of {len(kinds)}, not of {len(items)}")
-        pairs = enumerate(zip(kinds, items, strict=True))
-        return tuple(decode(each, value, f"{where}[{i}]") for i, (each, value) in pairs)
+        return _tuple(inner, _checked(list, data, where), where)
     if origin is not None and issubclass(origin, Mapping):
         named = _checked(dict, data, where).items()
         return {key: decode(inner[1], value, f"{where}.{key}") for key, value in named}
     if origin is not None and issubclass(origin, Sequence):
-        numbered = enumerate(_checked(list, data, where))
-        return [decode(inner[0], value, f"{where}[{i}]") for i, value in numbered]
+        items = enumerate(_checked(list, data, where))
+        return [decode(inner[0], value, f"{where}[{i}]") for i, value in items]
     if issubclass(kind, enum.Enum):
         known = {member.value: member for member in kind}
         if _checked(str, data, where) not in known:
@@ -134,3 +129,14 @@ def _dataclass(kind: Any, data: Mapping[str, Any], where: str) -> Any:
         return kind(**values)
     except ValueError as error:
         raise DecodeError(where or kind.__name__, f"has an invalid value: {error}") from None
+
+
+def _tuple(kinds: Sequence[Any], data: Sequence[Any], where: str) -> Any:
+    if kinds[-1] is Ellipsis:
+        kinds = [kinds[0]] * len(data)
+    if len(data) != len(kinds):
+        raise DecodeError(where, f"must be a list of {len(kinds)}, not of {len(data)}")
+    return tuple(
+        decode(kind, value, f"{where}[{i}]")
+        for i, (kind, value) in enumerate(zip(kinds, data, strict=True))
+    )

@@ -162,8 +162,10 @@ _FILES: list[tuple[str, str | bytes, str]] = [
     ("ds.json", '{\n"a": 1,\n', "JSON 3 1"),
     ("ds.json", '{"a": {"b": 1,\n"b": 2, "c": 1}}', "repeats"),
     ("ds.json", '{"b": 1, "a": {"c": 1e999}}', "NaN a.c"),
+    ("ds.json", '{"a": 1e999} // large', "too large"),
     ("ds.json", b"\xff\xfe", "UTF-8"),
     ("ds.json", "[1]", "mapping"),
+    ("ds.json", '{"a":' * 20_000, "deeply"),
     ("ds.json", "zero_optimization:\n  stage: 1\n", f"{ZERO} mapping"),
 ]
 # Configurations of models that cannot be predicted, and words of the message.
