@@ -331,8 +331,10 @@ class MemoryModel:
             observation = observe(peaks, micro_batch, outcome.memory)
             if observation is not None:
                 self._observations.append(observation)
-                least = -_UNSEEN * self.basis.variants[0].facts.backward_bytes_per_sample
-                self._calibration = calibrate(self._observations, self._usual_slope, least)
+                own = self.basis.variants[0]
+                activations = own.facts.backward_bytes_per_sample
+                usual = (_WORKSPACES if own.anchors else _UNSEEN) * activations
+                self._calibration = calibrate(self._observations, usual, -_UNSEEN * activations)
         elif outcome.kind is OutcomeKind.OOM and self.fits(shape, micro_batch):
             self._learn_pairs(shape, micro_batch, asked_bytes(outcome.message))
             if not self.fits(shape, micro_batch):
@@ -363,13 +365,6 @@ class MemoryModel:
         self._fragmented = min(_MOST_FRAGMENTED, max(1.0, reserved / allocated))
 
     @property
-    def _usual_slope(self) -> float:
-        """Bytes per sample that the prediction may miss."""
-        own = self.basis.variants[0]
-        part = _WORKSPACES if own.anchors else _UNSEEN
-        return part * own.facts.backward_bytes_per_sample
-
-    @property
     def _context_bytes(self) -> int:
         return self._calibration.context_bytes if self._counts_context else 0
 
@@ -390,10 +385,4 @@ class MemoryModel:
         factor = 1.0
         if wanted.get(CHECKPOINTING) != own.script_args.get(CHECKPOINTING):
             factor = 1 / _RECOMPUTED if wanted.get(CHECKPOINTING) is False else _RECOMPUTED
-        facts = replace(
-            own.facts,
-            forward_bytes_per_sample=factor * own.facts.forward_bytes_per_sample,
-            backward_bytes_per_sample=factor * own.facts.backward_bytes_per_sample,
-            first_gradient_bytes_per_sample=factor * own.facts.first_gradient_bytes_per_sample,
-        )
-        return facts, {}, True
+        return own.facts.scaled(factor), {}, True
