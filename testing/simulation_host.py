@@ -17,7 +17,7 @@ from dsat.values.zero_strategy import of_config
 
 MIB = 2**20
 Answer = Callable[[Mapping[str, Any]], Mapping[str, Any]]
-SIZES = ("num_params", "trainable_params", "largest_param", "param_bytes")
+SIZES = ("num_params", "trainable_params", "largest_param", "param_bytes", "hidden_size")
 
 
 def facts_of(num_params: int) -> ModelFacts:
@@ -62,7 +62,6 @@ class FakeSimulationHost:
         self._hello: dict[str, Any] = {
             "sizes": {name: getattr(facts, name) for name in SIZES},
             "sequence_length": sequence_length,
-            "hidden_size": None,
             "model_takes": model_takes,
             "optimizer": dict(optimizer or {}),
         }

@@ -30,12 +30,6 @@ class Edge:
     missing_bytes: int
     saved_bytes: int = 0
 
-    @property
-    def is_worth_naming(self) -> bool:
-        """Return whether little is missing, or no more than checkpointing saves."""
-        saved = self.saved_bytes * UNCALIBRATED_MARGIN
-        return self.missing_bytes <= max(_NEAR * self.memory_bytes, saved)
-
     def to_json(self) -> dict[str, Any]:
         return {**vars(self), "strategy": self.strategy.name}
 
@@ -76,7 +70,8 @@ def nearly_fitting(
             if most:
                 found.setdefault((line.slots, size), None)
             elif lacking > 0:
-                edge = Edge(line.slots, size, line.strategy, lacking, saved_bytes(line))
-                if edge.is_worth_naming:
+                saved = saved_bytes(line)
+                if lacking <= max(_NEAR * size, saved * UNCALIBRATED_MARGIN):
+                    edge = Edge(line.slots, size, line.strategy, lacking, saved)
                     found.setdefault((line.slots, size), edge)
     return [edge for edge in found.values() if edge is not None]

@@ -92,19 +92,14 @@ class Fit:
         ]
         lacking = edges.missing(self.needed_bytes, self.card_bytes)
         if lacking > 0:
-            text.append(self._missing(lacking))
+            text.append(f"It {edges.describe(lacking, self.saved_by_checkpointing)}.")
+            if self.largest:
+                text.append(f"The largest micro batch that fits is {self.largest}.")
+            elif not self.ways_out:
+                text.append("Without --fits, a table shows which strategies fit.")
         if self.ways_out:
             text.append(f"No other strategy fits. Use {', or '.join(self.ways_out)}.")
         return " ".join(text)
-
-    def _missing(self, lacking: int) -> str:
-        """Return sentences on the memory that a device lacks, and what to do."""
-        text = f"It {edges.describe(lacking, self.saved_by_checkpointing)}."
-        if self.largest:
-            return f"{text} The largest micro batch that fits is {self.largest}."
-        return (
-            text if self.ways_out else f"{text} Without --fits, a table shows which strategies fit."
-        )
 
     def _host(self) -> list[str]:
         """Return sentences on the memory of the host."""

@@ -22,7 +22,7 @@ from dsat.memory.predictor import Anchor, Basis, MemoryModel, fits_host
 from dsat.memory.strategies import compared, with_strategy
 from dsat.prepare.simulated_model import SimulatedModel, simulate
 from dsat.simulation.client import SimulationUnavailable
-from dsat.simulation.protocol import Question, ScriptFacts
+from dsat.simulation.protocol import Question
 from dsat.values import format as fmt
 from dsat.values import slow
 from dsat.values.table import Table
@@ -181,12 +181,33 @@ class LineByLine:
 
     def lines(self, slots: int | None = None) -> list[Line]:
         """Return the current lines for a number of devices, or for all if `slots` is None."""
-        basis, script = self._basis, self._model.simulator.script
+        basis = self._basis
         return [
-            _line(basis, strategy, asked, found, self._settings, script)
+            self._line(basis, strategy, asked, found)
             for (strategy, asked), found in zip(self._asked, self._estimates, strict=True)
             if slots in (None, asked.slots)
         ]
+
+    def _line(
+        self, basis: Basis, strategy: Strategy, asked: Question, found: MemoryEstimate
+    ) -> Line:
+        config, slots, facts = asked.config, asked.slots, self._facts
+        largest, longest, host_bytes = {}, {}, 0
+        for size in self._settings.slot_memories:
+            model = MemoryModel(basis, slots=slots, limit_bytes=size, on_device=True)
+            shape = model.shape(config, {})
+            host_bytes = host.of_host(facts, config, shape.host_bytes, slots)
+            has_room = fits_host(host_bytes, self._settings.host_memory)
+            most = model.largest(shape) if has_room else 0.0
+            largest[size] = int(most)
+            if self._length is not None:
+                # One sample may have all tokens of the largest micro batch, up to the model's
+                # maximum.
+                tokens = int(most * self._length)
+                longest[size] = min(tokens, self._model.simulator.script.model_takes or tokens)
+        needed = needed_bytes(basis, config, slots)
+        saved = host.saved_without_pinning(facts, config, slots=slots)
+        return Line(strategy, slots, found, needed, host_bytes, saved, largest, longest)
 
     def estimate(self) -> Estimate:
         """Return the current tables with advice, edges and fewest cards."""
@@ -211,7 +232,12 @@ class LineByLine:
         Once all lines are simulated, add what activation checkpointing would save.
         """
         at_once = self._settings.formula or self._simulated < len(self._asked)  # or interrupted
-        recomputed = None if at_once or _fit_all(lines) else self._recomputed()
+        usual = [line for line in lines if line.strategy == lines[0].strategy]
+        is_needless = all(all(line.largest.values()) for line in usual)
+        recomputed = None
+        if not (at_once or is_needless or self._settings.activation_checkpointing == "on"):
+            with contextlib.suppress(SimulationUnavailable):
+                recomputed = self._model.simulator.facts(self._model.config, {CHECKPOINTING: True})
         if recomputed is None:
             return edges.nearly_fitting(lines)
 
@@ -226,15 +252,6 @@ class LineByLine:
     @staticmethod
     def _by_formula(facts: ModelFacts, asked: Question) -> MemoryEstimate:
         return closed_form.estimate(facts, asked.config, slots=asked.slots, micro_batch=1)
-
-    def _recomputed(self) -> ModelFacts | None:
-        """Return the model's facts with checkpointing; None if it is on already or impossible."""
-        if self._settings.activation_checkpointing == "on":
-            return None
-        try:
-            return self._model.simulator.facts(self._model.config, {CHECKPOINTING: True})
-        except SimulationUnavailable:
-            return None
 
 
 @contextlib.contextmanager
@@ -270,37 +287,6 @@ def needed_bytes(basis: Basis, config: Mapping[str, Any], slots: int) -> int:
     """
     model = MemoryModel(basis, slots=slots, limit_bytes=0, on_device=True)
     return model.predicted_bytes(model.shape(config, {}), 1)
-
-
-def _line(
-    basis: Basis,
-    strategy: Strategy,
-    asked: Question,
-    found: MemoryEstimate,
-    settings: EstimateSettings,
-    script: ScriptFacts,
-) -> Line:
-    config, slots, facts = asked.config, asked.slots, basis.variants[0].facts
-    largest, longest, host_bytes = {}, {}, 0
-    for size in settings.slot_memories:
-        model = MemoryModel(basis, slots=slots, limit_bytes=size, on_device=True)
-        shape = model.shape(config, {})
-        host_bytes = host.of_host(facts, config, shape.host_bytes, slots)
-        has_room = fits_host(host_bytes, settings.host_memory)
-        most = model.largest(shape) if has_room else 0.0
-        largest[size] = int(most)
-        if script.sequence_length is not None:
-            # One sample may have all tokens of the largest micro batch, up to the model's maximum.
-            tokens = int(most * script.sequence_length)
-            longest[size] = min(tokens, script.model_takes or tokens)
-    needed = needed_bytes(basis, config, slots)
-    saved = host.saved_without_pinning(facts, config, slots=slots)
-    return Line(strategy, slots, found, needed, host_bytes, saved, largest, longest)
-
-
-def _fit_all(lines: Sequence[Line]) -> bool:
-    """Return whether the first strategy in the usual order fits everywhere."""
-    return all(all(line.largest.values()) for line in lines if line.strategy == lines[0].strategy)
 
 
 def _pinning(lines: Sequence[Line]) -> list[str]:

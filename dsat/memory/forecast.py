@@ -46,10 +46,17 @@ class Forecast:
         hold no accumulated gradients, unlike smaller ones. Without simulations, `FARTHEST` limits
         the result.
         """
-        most = math.inf
+        of_most, of_least = self._shapes_of(settings)
+        found = self.model.largest(of_most)
+        if of_least is not None:
+            sizes, alone = self._space.micro_batches, self.model.largest(of_least)
+            reached = sizes[max(0, bisect.bisect_right(sizes, alone) - 1)]
+            least = self._space.batch(sizes[-1], settings).gas
+            if self._space.batch(reached, settings).gas == least:
+                found = max(found, alone)
         if self._ran and not self.model.basis.simulated:
-            most = FARTHEST * max(self._ran.values())
-        return min(most, self._largest_predicted(settings))
+            return min(found, FARTHEST * max(self._ran.values()))
+        return found
 
     def fits(self, settings: Mapping[str, Any], micro_batch: int) -> bool:
         """Return whether a trial may be launched, since it is predicted to fit.
@@ -59,16 +66,6 @@ class Forecast:
         beyond = max(1.0, self._plan.search_options.get("search_range_factor") or 1.0)
         shape = self._shape_of(settings, self._space.batch(micro_batch, settings).gas)
         return self.model.fits(shape, max(1, math.floor(micro_batch / beyond)))
-
-    def _largest_predicted(self, settings: Mapping[str, Any]) -> float:
-        of_most, of_least = self._shapes_of(settings)
-        found = self.model.largest(of_most)
-        if of_least is None:
-            return found
-        sizes, alone = self._space.micro_batches, self.model.largest(of_least)
-        reached = sizes[max(0, bisect.bisect_right(sizes, alone) - 1)]
-        least = self._space.batch(sizes[-1], settings).gas
-        return max(found, alone) if self._space.batch(reached, settings).gas == least else found
 
     def describe(self) -> list[str]:
         """Return a line about the memory of each strategy's first settings, and any note."""

@@ -123,20 +123,6 @@ class Shape:
     source: str
     is_guess: bool
 
-    @functools.cached_property
-    def highest(self) -> Sequence[Line]:
-        """Lines that decide the peak; lines below another one at every micro batch are dropped."""
-        lines = {
-            (line.fixed, line.per_sample, line.per_pair)
-            for lines in self.phases.values()
-            for line in lines
-        }
-        found: list[Line] = []
-        for fixed, per_sample, per_pair in sorted(lines, reverse=True):
-            if not found or per_sample > found[-1].per_sample or per_pair > found[-1].per_pair:
-                found.append(Line(fixed, per_sample, per_pair=per_pair))
-        return found
-
     def peak(self, phase: str, micro_batch: float) -> float:
         return closed_form.highest(self.phases[phase], micro_batch)
 
@@ -316,7 +302,8 @@ class MemoryModel:
                 line.per_sample + slope,
                 per_pair=line.per_pair + self._bytes_per_pair,
             )
-            for line in shape.highest
+            for phase in shape.phases.values()
+            for line in phase
         )
         largest = min(line.largest_within(room) for line in corrected)
         return min(largest, float(LARGEST_MICRO_BATCH)) if largest >= 1 else 0.0
@@ -331,8 +318,10 @@ class MemoryModel:
             observation = observe(peaks, micro_batch, outcome.memory)
             if observation is not None:
                 self._observations.append(observation)
-                least = -_UNSEEN * self.basis.variants[0].facts.backward_bytes_per_sample
-                self._calibration = calibrate(self._observations, self._usual_slope, least)
+                own = self.basis.variants[0]
+                activations = own.facts.backward_bytes_per_sample
+                usual = (_WORKSPACES if own.anchors else _UNSEEN) * activations
+                self._calibration = calibrate(self._observations, usual, -_UNSEEN * activations)
         elif outcome.kind is OutcomeKind.OOM and self.fits(shape, micro_batch):
             self._learn_pairs(shape, micro_batch, asked_bytes(outcome.message))
             if not self.fits(shape, micro_batch):
@@ -363,13 +352,6 @@ class MemoryModel:
         self._fragmented = min(_MOST_FRAGMENTED, max(1.0, reserved / allocated))
 
     @property
-    def _usual_slope(self) -> float:
-        """Bytes per sample that the prediction may miss."""
-        own = self.basis.variants[0]
-        part = _WORKSPACES if own.anchors else _UNSEEN
-        return part * own.facts.backward_bytes_per_sample
-
-    @property
     def _context_bytes(self) -> int:
         return self._calibration.context_bytes if self._counts_context else 0
 
@@ -390,10 +372,4 @@ class MemoryModel:
         factor = 1.0
         if wanted.get(CHECKPOINTING) != own.script_args.get(CHECKPOINTING):
             factor = 1 / _RECOMPUTED if wanted.get(CHECKPOINTING) is False else _RECOMPUTED
-        facts = replace(
-            own.facts,
-            forward_bytes_per_sample=factor * own.facts.forward_bytes_per_sample,
-            backward_bytes_per_sample=factor * own.facts.backward_bytes_per_sample,
-            first_gradient_bytes_per_sample=factor * own.facts.first_gradient_bytes_per_sample,
-        )
-        return facts, {}, True
+        return own.facts.scaled(factor), {}, True

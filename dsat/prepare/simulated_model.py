@@ -64,7 +64,7 @@ class SimulatedModel:
         script = simulator.script
         more: dict[str, Any] = {}
         if zero := config.get("zero_optimization"):
-            more["zero_optimization"] = ds_config.fill_in_sizes(zero, script.hidden_size)
+            more["zero_optimization"] = ds_config.fill_in_sizes(zero, script.sizes["hidden_size"])
         if script.optimizer:
             more["optimizer"] = dict(script.optimizer)
         return cls(name, {**config, **more}, simulator, dtype)

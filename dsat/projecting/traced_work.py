@@ -11,7 +11,7 @@ The columns are those of `dsat.search.step_time.work`, so that trials calibrate 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 
@@ -162,8 +162,8 @@ def work_of(
     kernels = [
         replace(k, flops=k.flops / shared, bytes=k.bytes / shared) for k in model.at(micro_batch)
     ]
-    compute = {p: _compute_s(kernels, p, card) for p in _PASSES}
-    memory = {p: _memory_s(kernels, p, card) for p in _PASSES}
+    compute = {p: _seconds(kernels, p, COMPUTE_KINDS, card) for p in _PASSES}
+    memory = {p: _seconds(kernels, p, (MEMORY,), card) for p in _PASSES}
     total_s = sum(compute.values()) + sum(memory.values())
     every = any(not k.last for k in trace.kernels)  # micro steps before the last were traced too
     if not every:
@@ -209,25 +209,19 @@ def _pair_s(stage: int) -> float:
     return sum(fault.pair_s for fault in faults if stage in fault.stages)
 
 
-def _compute_s(kernels: Iterable[Kernels], phase: str, card: Card) -> float:
-    """Seconds of the computing kernels of a phase."""
-    total = 0.0
-    for k in kernels:
-        if k.phase == phase and k.kind in COMPUTE_KINDS:
-            part = card.attention if k.kind == ATTENTION else card.matmul
-            computed = k.flops / (card.peak(k.itemsize) * part)
-            moved = k.bytes / (card.memory_bandwidth * MEMORY_PART)
-            total += k.count * (max(computed, moved) + card.kernel_s)
-    return total
+def _seconds(kernels: Iterable[Kernels], phase: str, kinds: Collection[str], card: Card) -> float:
+    """Return the seconds of a phase's kernels of some kinds."""
+    chosen = (k for k in kernels if k.phase == phase and k.kind in kinds)
+    return sum(k.count * _kernel_s(k, card) for k in chosen)
 
 
-def _memory_s(kernels: Iterable[Kernels], phase: str, card: Card) -> float:
-    """Seconds of the kernels of a phase that only move bytes."""
-    return sum(
-        k.count * max(k.bytes / (card.memory_bandwidth * MEMORY_PART), card.kernel_s)
-        for k in kernels
-        if k.phase == phase and k.kind == MEMORY
-    )
+def _kernel_s(kernel: Kernels, card: Card) -> float:
+    moved = kernel.bytes / (card.memory_bandwidth * MEMORY_PART)
+    if kernel.kind == MEMORY:
+        return max(moved, card.kernel_s)
+    part = card.attention if kernel.kind == ATTENTION else card.matmul
+    computed = kernel.flops / (card.peak(kernel.itemsize) * part)
+    return max(computed, moved) + card.kernel_s
 
 
 def _once(trace: StepTrace, kind: str) -> float:

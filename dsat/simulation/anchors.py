@@ -59,8 +59,10 @@ def of_run(
         return Basis.of_profile(profile, plan.switches, note=note)
     operation = f"simulating memory of {fmt.count(len(configs), 'configuration')}"
     variants: list[Variant] = []
+    searched = {name: own for name, own in plan.switches.items() if name not in plan.fixed}
+    inverted = [{**plan.switches, name: not own} for name, own in searched.items()]
     with slow.logged(_log, operation, at_once=True, hint=_FASTER):
-        for switches in _all_switches(plan):
+        for switches in ({**plan.switches}, *inverted):
             try:
                 with Simulator(
                     engine, as_cpu=as_cpu, script_args=switches, timeout_s=TIMEOUT_S
@@ -152,12 +154,3 @@ def _of_levers(
         changed = {name: value for name, value in pairs if value != values[name][0]}
         with contextlib.suppress(SimulationUnavailable):
             yield Variant({**script_args, **changed}, simulator.facts(config, changed))
-
-
-def _all_switches(plan: Plan) -> list[dict[str, bool]]:
-    """Return the user's switches, and for each switch to search a copy in which it is inverted."""
-    found = [dict(plan.switches)]
-    for name, value in plan.switches.items():
-        if name not in plan.fixed:
-            found.append({**plan.switches, name: not value})
-    return found

@@ -1,10 +1,10 @@
-"""Attention kernels that torch would choose on a GPU, and their workspaces.
+"""Attention kernels that torch would choose, and their workspaces.
 
 torch's own choice queries the device, and a simulation has none. The rules are those of torch 2.15
-for compute capability 8.0 (`select_sdp_backend` in
-aten/src/ATen/native/transformers/cuda/sdp_utils.cpp); a test compares them with torch's choices. On
-9.0 and 10.0 torch prefers cuDNN. Flash attention stands in for it: both keep the same tensors for
-the backward pass, but the size of cuDNN's workspace is unknown.
+for a CPU (`use_flash_attention_cpp` in aten/src/ATen/native/transformers/sdp_utils_cpp.cpp) and for
+compute capability 8.0 (`select_sdp_backend` in cuda/sdp_utils.cpp beside it); tests compare them
+with torch's choices. On 9.0 and 10.0 torch prefers cuDNN. Flash attention stands in for it: both
+keep the same tensors for the backward pass, but the size of cuDNN's workspace is unknown.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ def kernel_for(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     *,
     is_causal: bool = False,
     enable_gqa: bool = False,
 ) -> Kernel:
-    """Return the kernel that torch would choose on a GPU among those that the script enables.
+    """Return the kernel that torch would choose among those that the script enables.
 
     Args:
         query: batch x heads x tokens x head size.
@@ -56,6 +57,15 @@ def kernel_for(
     tensors = (query, key, value)
     sizes = {t.size(-1) for t in tensors}
     contiguous = all(t.stride(-1) == 1 for t in tensors)
+    if query.device.type == "cpu":
+        flash = (
+            torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+            and dropout_p == 0
+            and not (mask is not None and mask.requires_grad)
+            and contiguous
+            and len(sizes) == 1
+        )
+        return Kernel.FLASH if flash else Kernel.MATH
     flash = (
         torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
         and mask is None
@@ -77,30 +87,6 @@ def kernel_for(
         and (mask is None or mask.stride(-1) == 1)
     )
     return Kernel.EFFICIENT if efficient else Kernel.MATH
-
-
-def uses_flash_on_cpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    *,
-    enable_gqa: bool = False,
-) -> bool:
-    """Return whether torch chooses flash attention on a CPU, not the math kernel.
-
-    See `use_flash_attention_cpp` in aten/src/ATen/native/transformers/sdp_utils_cpp.cpp (2.15).
-    """
-    tensors = (query, key, value)
-    return (
-        torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
-        and dropout_p == 0
-        and not (mask is not None and mask.requires_grad)
-        and _fit_fused_kernels(query, key, value, enable_gqa=enable_gqa)
-        and all(t.stride(-1) == 1 for t in tensors)
-        and len({t.size(-1) for t in tensors}) == 1
-    )
 
 
 def _fit_fused_kernels(
@@ -137,23 +123,12 @@ def attention(
         return attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
         ).squeeze(0)
-    on_cpu = query.device.type == "cpu"
-    kernel = kernel_for(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
-    if on_cpu and not uses_flash_on_cpu(
-        query, key, value, attn_mask, dropout_p, enable_gqa=enable_gqa
-    ):
-        on_cpu, kernel = False, Kernel.MATH
+    kernel = kernel_for(
+        query, key, value, attn_mask, dropout_p, is_causal=is_causal, enable_gqa=enable_gqa
+    )
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
     found: torch.Tensor
-    if on_cpu:
-        if enable_gqa:
-            groups = query.size(1) // key.size(1)
-            key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
-        found, _ = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
-        )
-        return found
     if kernel is Kernel.MATH:
         found, _ = aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -163,6 +138,14 @@ def attention(
         bias = _bias(attn_mask, query, key)
         found, *_ = aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, True, dropout_p, is_causal, scale=scale
+        )
+        return found
+    if query.device.type == "cpu":
+        if enable_gqa:
+            groups = query.size(1) // key.size(1)
+            key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+        found, _ = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )
         return found
     size = query.size(-1)

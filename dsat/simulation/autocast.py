@@ -48,17 +48,14 @@ _WIDEST = """
 
 
 class Autocast:
-    """Autocast of the simulation's device, for the rest of the process."""
+    """Autocast of the simulation's device, like CUDA's, for the rest of the process."""
 
     def __init__(self, device_type: str) -> None:
+        """Register the casts, and redirect CUDA's autocast to the device."""
         self._device_type = device_type
         self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         fallback, aten = Library("_", "IMPL"), Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         self._libraries = fallback, aten  # own the registered kernels
-
-    def install(self) -> None:
-        """Register the casts, and redirect CUDA's autocast to the device."""
-        fallback, aten = self._libraries
         fallback.fallback(fallthrough_kernel, _KEY)  # type: ignore[no-untyped-call]
         for names, rule in (
             (_LOWER_PRECISION, self._lower),

@@ -13,7 +13,6 @@ from torch.utils import weak
 
 from dsat.command import ds_config
 from dsat.command.ds_config import BATCH_KEYS
-from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, script_switches
 from dsat.in_trial.batches import longest_of
 from dsat.in_trial.profiler import hidden_size
@@ -67,7 +66,6 @@ class BorrowedModel:
         self._config = config
         self._snapshot = ModuleSnapshot(model)
         self._after_forward: dict[str, Callable[..., Any]] = {}
-        self._on_host: dict[int, torch.Tensor] = {}
         self.earlier = weak.WeakTensorKeyDictionary()
         for each in gc.get_objects():
             # By type: `isinstance` reads attributes of lazily loaded objects.
@@ -80,7 +78,8 @@ class BorrowedModel:
         Afterwards the model has its own tensors again, converted to the type that DeepSpeed trains.
         """
         config = _of_stand_in(self._config)
-        with for_fake_cpu(), ValuesMode(), StorageTracker("cpu"):
+        tracker = StorageTracker("cpu")
+        with for_fake_cpu(tracker), ValuesMode(), tracker:
             fakes = self._snapshot.put_fakes("cpu")
             given = self._arguments.get("model_parameters")
             if given is None:
@@ -124,19 +123,31 @@ class BorrowedModel:
     def _later(self, name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: self._after_forward[name](*args, **kwargs)
 
-    def keep_integers(self, args: Any, kwargs: Any) -> None:
-        """Copy the batch's integers to the host: a forked process cannot read a device."""
-        for tensor in tensors_in([args, dict(kwargs)]):
-            if tensor.device.type != "cpu" and not tensor.dtype.is_floating_point:
-                self._on_host[id(tensor)] = tensor.cpu()
-
-    def facts(self, args: Any, kwargs: Mapping[str, Any]) -> ScriptFacts:
-        """Return facts of the script for the client; `args` and `kwargs` are its first batch."""
-        model = self._arguments["model"]
+    def capture(self, args: Any, kwargs: Mapping[str, Any]) -> ScriptFacts:
+        """Record the script's first batch for candidates, and return the facts for the client."""
+        model, batch = self._arguments["model"], [args, dict(kwargs)]
+        micro_batch, packed_length = self._samples(batch)
+        length = _sequence_length(batch)
+        self._captured = Captured(
+            initialize=self._initialize,
+            arguments=self._arguments,
+            snapshot=self._snapshot,
+            micro_batch=micro_batch,
+            follows_config=micro_batch == self._config.get("train_micro_batch_size_per_gpu"),
+            packed_length=packed_length,
+            sequence_length=None if packed_length else length,
+            on_host={  # a forked process cannot read a device
+                id(tensor): tensor.cpu()
+                for tensor in tensors_in(batch)
+                if tensor.device.type != "cpu" and not tensor.dtype.is_floating_point
+            },
+            uses_zero_init=self.uses_zero_init,
+            # If the batch itself is older than the engine, age identifies no other tensors.
+            earlier=() if any(t in self.earlier for t in tensors_in(batch)) else self.earlier,
+        )
         size = max((p.element_size() for p in model.parameters()), default=4)
         return ScriptFacts(
-            sequence_length=self.sequence_length(args, kwargs),
-            hidden_size=hidden_size(model),
+            sequence_length=length,
             model_takes=longest_of(model),
             sizes={
                 **self._snapshot.sizes(),
@@ -165,13 +176,6 @@ class BorrowedModel:
             return {"type": "Adam", "params": {"torch_adam": several}}
         return {"type": f"{kind.__module__}.{kind.__qualname__}"}
 
-    def sequence_length(self, args: Any, kwargs: Mapping[str, Any]) -> int | None:
-        """Return the tokens per sample: columns of the first integer matrix; None without one."""
-        for tensor in tensors_in([args, dict(kwargs)]):
-            if tensor.dim() == _TOKENS_DIM and tensor.dtype in (torch.int32, torch.int64):
-                return int(tensor.shape[1])
-        return None
-
     def begin(self, request: Mapping[str, Any], args: Any, kwargs: Any, end: End) -> Any:
         """Simulate a candidate up to and including the script's forward pass; return its outputs.
 
@@ -182,8 +186,9 @@ class BorrowedModel:
         """
         candidate = Question(**{name: request[name] for name in Question._fields})
         if candidate.switches:
-            self._snapshot.change(functools.partial(_switch, wanted=candidate.switches))
-        captured = self._capture(args, kwargs)
+            switch = functools.partial(script_switches.switch_model, wanted=candidate.switches)
+            self._snapshot.change(switch)
+        captured = self._captured
         config = as_simulated(ds_config.fill_in_auto(candidate.config, self._config))
         kind = ActivationPass if candidate.activations_only else Simulation
         run = kind(captured, candidate._replace(config=config))
@@ -222,24 +227,6 @@ class BorrowedModel:
         self._after_forward.update(backward=script_backward, step=script_step)
         return outputs
 
-    def _capture(self, args: Any, kwargs: Any) -> Captured:
-        """Return what candidates need of the script, whose batch the arguments are."""
-        batch = [args, dict(kwargs)]
-        micro_batch, packed_length = self._samples(batch)
-        return Captured(
-            initialize=self._initialize,
-            arguments=self._arguments,
-            snapshot=self._snapshot,
-            micro_batch=micro_batch,
-            follows_config=micro_batch == self._config.get("train_micro_batch_size_per_gpu"),
-            packed_length=packed_length,
-            sequence_length=None if packed_length else self.sequence_length(args, kwargs),
-            on_host=self._on_host,
-            uses_zero_init=self.uses_zero_init,
-            # If the batch itself is older than the engine, age identifies no other tensors.
-            earlier=() if any(t in self.earlier for t in tensors_in(batch)) else self.earlier,
-        )
-
     def _samples(self, batch: Any) -> tuple[int, int]:
         """Return a batch's number of samples, and the length of its packed row; 0 if not packed."""
         micro_batch = int(self._config.get("train_micro_batch_size_per_gpu", 1))
@@ -254,17 +241,18 @@ class BorrowedModel:
         return max(set(sizes), key=sizes.count), 0
 
 
+def _sequence_length(batch: Any) -> int | None:
+    """Return the tokens per sample: columns of the first integer matrix; None without one."""
+    for tensor in tensors_in(batch):
+        if tensor.dim() == _TOKENS_DIM and tensor.dtype in (torch.int32, torch.int64):
+            return int(tensor.shape[1])
+    return None
+
+
 def _refuse_without_forward(*_: Any, **__: Any) -> None:
     raise SimulationUnsupported(
         "the script calls its model itself, and not the engine that deepspeed.initialize returns"
     )
-
-
-def _switch(model: torch.nn.Module, wanted: Mapping[str, Any]) -> None:
-    try:
-        script_switches.switch_model(model, wanted)
-    except InvalidTrial as error:
-        raise SimulationUnsupported(str(error)) from None
 
 
 def _of_stand_in(config: Mapping[str, Any]) -> dict[str, Any]:

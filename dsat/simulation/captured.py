@@ -53,7 +53,9 @@ class Captured:
         A tensor older than the engine counts as batch data only with exactly one row per sample: a
         tensor of class weights, for example, has another number of rows.
         """
-        wanted, shape = self._length_for(candidate), tensor.shape
+        shape = tensor.shape
+        length = self.packed_length // self.micro_batch or self.sequence_length or 0
+        wanted = -(-length // candidate.parallelism.sequence)
         if self.packed_length:
             grown = wanted * candidate.micro_batch
             return [grown if size == self.packed_length else size for size in shape]
@@ -82,11 +84,6 @@ class Captured:
         wanted = candidate.micro_batch
         numbers = {views * self.micro_batch: views * wanted for views in (1, 2)}
         return {own: new for own, new in numbers.items() if own not in (*others, wanted)}
-
-    def _length_for(self, candidate: Question) -> int:
-        """Return the tokens per sample on each rank of the candidate; 0 for other data."""
-        own = self.packed_length // self.micro_batch or self.sequence_length or 0
-        return -(-own // candidate.parallelism.sequence)
 
 
 def repeated(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

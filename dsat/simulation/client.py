@@ -54,7 +54,6 @@ class Simulator:
     Args:
         timeout_s: limit for the script to reach its first step, and for the processor time of each
             simulation.
-        workspace_bytes: size of cuBLAS's workspace; by default as on Hopper and later, 0 on a CPU.
         model_switches: switches to set on the script's model (`gradient_checkpointing`); others
             stay as the script sets them.
 
@@ -71,15 +70,13 @@ class Simulator:
         as_cpu: bool,
         script_args: Mapping[str, Any] | None = None,
         timeout_s: float = 120.0,
-        workspace_bytes: int | None = None,
         model_switches: Mapping[str, Any] | None = None,
     ) -> None:
         self._engine = engine
         self._as_cpu = as_cpu
         self._script_args = script_args or {}
         self._timeout_s = timeout_s
-        most = 0 if as_cpu else closed_form.MATMUL_WORKSPACE_BYTES
-        self._workspace_bytes = most if workspace_bytes is None else workspace_bytes
+        self._workspace_bytes = 0 if as_cpu else closed_form.MATMUL_WORKSPACE_BYTES
         self._model_switches = model_switches or {}
         self._problem, self._number = "", 0
         self._facts: dict[str, ModelFacts] = {}
@@ -219,27 +216,14 @@ class Simulator:
 
     def _answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield each question's number and answer; `failed` in it says why there is no result."""
-        waiting = set(range(len(questions)))
-        if not self._problem:
-            try:
-                for number, answer in self._exchange(questions):
-                    waiting.remove(number)
-                    yield number, answer
-            except (OSError, SimulationUnavailable) as error:  # a full disk, for example
-                self._problem = str(error)
-        for number in waiting:
-            yield number, {"failed": self._problem}
-
-    def _exchange(self, questions: Sequence[Question]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Send questions; yield the number and answer of each question, in any order."""
         first, self._number = self._number, self._number + len(questions)
         waiting = list(range(first, self._number))
-        for number, question in zip(waiting, questions, strict=True):
-            protocol.send(self._path(number), self._request(question, number))
         patience_s = protocol.WALL_FACTOR * self._timeout_s + _PATIENCE_S
-        deadline = time.monotonic() + patience_s
         try:
-            while waiting:
+            if not self._problem:
+                self._send(questions, first)
+            deadline = time.monotonic() + patience_s
+            while waiting and not self._problem:
                 is_running = self._engine.has_simulation_server()
                 for number in list(waiting):
                     answer = protocol.receive(self._folder / protocol.ANSWER_FILE.format(number))
@@ -250,24 +234,27 @@ class Simulator:
                             answer["failed"] += _OF_EXPERTS
                         yield number - first, answer
                 if waiting and not is_running:
-                    raise SimulationUnavailable("the script has ended")
-                if time.monotonic() > deadline:
-                    raise SimulationUnavailable("no answer from the script: timed out")
+                    self._problem = "the script has ended"
+                elif time.monotonic() > deadline:
+                    self._problem = "no answer from the script: timed out"
                 time.sleep(_POLL_S if waiting else 0.0)
+        except OSError as error:  # a full disk, for example
+            self._problem = str(error)
         finally:  # withdraw questions that nobody waits for any more
             for number in waiting:
-                self._path(number).unlink(missing_ok=True)
+                (self._folder / protocol.QUESTION_FILE.format(number)).unlink(missing_ok=True)
+        for number in waiting:
+            yield number - first, {"failed": self._problem}
 
-    def _path(self, number: int) -> Path:
-        return self._folder / protocol.QUESTION_FILE.format(number)
-
-    def _request(self, question: Question, number: int) -> dict[str, Any]:
-        whole = question._replace(
-            switches={**self._model_switches, **question.switches},
-            as_cpu=self._as_cpu,
-            workspace_bytes=self._workspace_bytes,
-        )
-        return {**whole._asdict(), "number": number, "timeout_s": self._timeout_s}
+    def _send(self, questions: Sequence[Question], first: int) -> None:
+        for number, question in enumerate(questions, first):
+            whole = question._replace(
+                switches={**self._model_switches, **question.switches},
+                as_cpu=self._as_cpu,
+                workspace_bytes=self._workspace_bytes,
+            )
+            message = {**whole._asdict(), "number": number, "timeout_s": self._timeout_s}
+            protocol.send(self._folder / protocol.QUESTION_FILE.format(number), message)
 
 
 def _ranks(question: Question) -> list[int]:

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
 from dsat.memory.estimate import MOST_TOKENS
 from dsat.simulation.fake_parameters import value_of
@@ -180,18 +181,12 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            return func(*self._as_real(args), **self._as_real(kwargs))
+            return func(*tree_map(self._as_real, args), **tree_map(self._as_real, kwargs))
 
     def _as_real(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._real(value)
-        if isinstance(value, torch.device):
-            return torch.device("cpu")
-        if isinstance(value, (list, tuple)):
-            return [self._as_real(part) for part in value]
-        if isinstance(value, Mapping):
-            return {key: self._as_real(part) for key, part in value.items()}
-        return value
+        return torch.device("cpu") if isinstance(value, torch.device) else value
 
     def _add_values(
         self, out: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -63,17 +63,6 @@ class _OnCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _is_there() -> bool:
-    """Return True if trials run on CUDA.
-
-    `torch.cuda.is_available` is not used: without NVML, and with a MIG device, it initialises CUDA,
-    which is then unusable after a fork.
-    """
-    from deepspeed.accelerator import get_accelerator
-
-    return bool(get_accelerator().device_name() == _CUDA)
-
-
 def stand_in(*, as_if_available: bool) -> None:
     """Let a script name CUDA where there is none, for the rest of the process.
 
@@ -81,7 +70,11 @@ def stand_in(*, as_if_available: bool) -> None:
         as_if_available: make `torch.cuda.is_available` return True. `torch.device("cuda")` then
             keeps its type, but tensors created on it are on the CPU.
     """
-    if _is_there():
+    from deepspeed.accelerator import get_accelerator
+
+    # `torch.cuda.is_available` is not used: without NVML, and with a MIG device, it initialises
+    # CUDA, which is then unusable after a fork.
+    if get_accelerator().device_name() == _CUDA:
         return
     _replace_functions()
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]

@@ -79,12 +79,11 @@ class FunctionRules(TorchFunctionMode):
 class _NoOperator:
     """Stand-in for an operator that DeepSpeed compiles; it allocates and returns nothing."""
 
-    def __init__(self, tracker: StorageTracker | None = None) -> None:
+    def __init__(self, tracker: StorageTracker) -> None:
         self._tracker = tracker
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        tracker = self._tracker
-        return lambda *args, **_: None if tracker is None else tracker.ran_compiled(args)
+        return lambda *args, **_: self._tracker.ran_compiled(args)
 
 
 def apply(tracker: StorageTracker, device_type: str, ranks: int) -> None:
@@ -132,7 +131,7 @@ def skip_triton_kernels() -> None:
 
 
 @contextlib.contextmanager
-def for_fake_cpu() -> Iterator[None]:
+def for_fake_cpu(tracker: StorageTracker) -> Iterator[None]:
     """Let DeepSpeed work with fake tensors on the CPU, in the process of a script.
 
     fp16 and bf16 count as supported: only the machine that runs trials decides that.
@@ -143,7 +142,7 @@ def for_fake_cpu() -> Iterator[None]:
     accelerator.is_fp16_supported = accelerator.is_bf16_supported = lambda: True
     changes = [
         (real_accelerator, "ds_accelerator", accelerator),
-        *_without_operators(),
+        *_without_operators(tracker),
         (torch.Tensor, "data_ptr", lambda self: 0),
         (torch.nn.Module, "to", lambda self, *_, **__: self),
     ]
@@ -157,7 +156,7 @@ def _not_compiled(function: Any = None, **_: Any) -> Any:
     return _not_compiled if function is None else function
 
 
-def _without_operators(tracker: StorageTracker | None = None) -> list[tuple[Any, str, Any]]:
+def _without_operators(tracker: StorageTracker) -> list[tuple[Any, str, Any]]:
     """Return changes that keep DeepSpeed from compiling operators, which would access memory."""
     from deepspeed.ops.op_builder.builder import OpBuilder
     from deepspeed.ops.op_builder.cpu.no_impl import NotImplementedBuilder

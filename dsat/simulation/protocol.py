@@ -65,7 +65,6 @@ class ScriptFacts(NamedTuple):
 
     Attributes:
         sequence_length: tokens per sample of its first batch; None if samples are other data.
-        hidden_size: hidden size, by which a Trainer fills in "auto"; None if it is not known.
         model_takes: the model's `max_position_embeddings`; 0 if it has none.
         sizes: fields of `ModelFacts` that need no simulation: sizes of parameters,
             `uses_zero_init` and `hidden_size`.
@@ -74,7 +73,6 @@ class ScriptFacts(NamedTuple):
     """
 
     sequence_length: int | None
-    hidden_size: int | None
     model_takes: int
     sizes: Mapping[str, Any] = {}
     optimizer: Mapping[str, Any] = {}

@@ -123,15 +123,16 @@ class SimulationServer:
         self._fakes.uninstall()
         self._fakes = None
         TRIAL.progress.set_activity("")
-        model.keep_integers(args, kwargs)
-        protocol.send(self._folder / protocol.SCRIPT_FILE, model.facts(args, kwargs)._asdict())
+        protocol.send(self._folder / protocol.SCRIPT_FILE, model.capture(args, kwargs)._asdict())
         gc.collect()
         gc.freeze()  # garbage collection in children skips the objects that exist now
         running: dict[int, Mapping[str, Any]] = {}
         capacity = len(host_limits.usable_cores())
         while True:
             self._report_deaths(running)
-            candidate = self._next_candidate() if len(running) < capacity else None
+            waiting = sorted(self._folder.glob(protocol.QUESTIONS))
+            received = map(protocol.receive, waiting if len(running) < capacity else [])
+            candidate = next(filter(None, received), None)
             if candidate is None:
                 if not self._folder.exists():  # the client has ended
                     os._exit(0)
@@ -141,13 +142,6 @@ class SimulationServer:
             if child == 0:
                 return self._simulate(model, candidate, args, kwargs)
             running[child] = candidate
-
-    def _next_candidate(self) -> dict[str, Any] | None:
-        """Return the first waiting candidate; None if there is none."""
-        for path in sorted(self._folder.glob(protocol.QUESTIONS)):
-            if (candidate := protocol.receive(path)) is not None:
-                return candidate
-        return None
 
     def _report_deaths(self, running: dict[int, Mapping[str, Any]]) -> None:
         """Remove children that ended, and report the failure of those that did not answer."""
@@ -210,7 +204,8 @@ def _described(error: BaseException | None) -> str:
         return "the script ended"
     traceback.print_exception(error)  # into the run's log
     text = " ".join(str(error).split())
-    return text if isinstance(error, SimulationUnsupported) else f"{type(error).__name__}: {text}"
+    says_why = isinstance(error, (SimulationUnsupported, InvalidTrial))
+    return text if says_why else f"{type(error).__name__}: {text}"
 
 
 def limit_time(processor_s: float) -> None:

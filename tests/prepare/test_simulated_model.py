@@ -28,5 +28,5 @@ def test_samples_beyond_the_models_positions_are_warned_of(
     length: int, warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     settings = ModelSettings(model="config.json", seq_length=length)
-    warn_of_length(settings, ScriptFacts(length, 4096, model_takes=4096))
+    warn_of_length(settings, ScriptFacts(length, model_takes=4096))
     assert len(caplog.records) == warnings

@@ -103,7 +103,7 @@ def simulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulator]:
     entry = "python3 train.py --model gpt --deepspeed_config ds_config.json"
     engine = engine_of("memory", tmp_path_factory.mktemp("gpt"), entry=entry, imported=True)
     try:
-        with Simulator(engine, as_cpu=False, timeout_s=PATIENCE_S, workspace_bytes=0) as simulator:
+        with Simulator(engine, as_cpu=False, timeout_s=PATIENCE_S) as simulator:
             yield simulator
     finally:
         engine.close()

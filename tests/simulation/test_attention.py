@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from dsat.simulation.attention import attention, uses_flash_on_cpu
+from dsat.simulation.attention import Kernel, attention, kernel_for
 
 FLASH = 1  # of torch's `SDPBackend`
 
@@ -24,8 +24,8 @@ def test_the_kernel_is_the_one_that_torch_takes(
     added = None if mask == "none" else torch.zeros(1, 4, 8, 8, requires_grad=mask == "trained")
     gqa = key_heads < 4
     real = torch._fused_sdp_choice(query, key, value, added, dropout_p, enable_gqa=gqa)
-    found = uses_flash_on_cpu(query, key, value, added, dropout_p, enable_gqa=gqa)
-    assert found is (real == FLASH)
+    found = kernel_for(query, key, value, added, dropout_p, enable_gqa=gqa)
+    assert (found is Kernel.FLASH) is (real == FLASH)
 
 
 def test_a_mask_that_is_trained_gets_a_gradient() -> None:

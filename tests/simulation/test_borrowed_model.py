@@ -128,6 +128,7 @@ def test_a_batch_older_than_the_engine_is_rescaled(
     monkeypatch.setattr(borrowed_model, "Simulation", simulate)
     candidate = Question({}, micro_batch=32, slots=1)
     args, kwargs = ((), {"pairs": pairs}) if by_keyword else ((pairs,), {})
+    borrowed.capture(args, kwargs)
     with pytest.raises(Ended):
         borrowed.begin(candidate._asdict(), args, kwargs, lambda _: None)
     assert found[0].shape_for(candidate, pairs) == [64, 4]

@@ -26,13 +26,17 @@ pytestmark = pytest.mark.slow
 
 
 def simulator_of(
-    model: str, folder: Path, *, as_cpu: bool, program: str = "memory", **more: Any
+    model: str, folder: Path, *, as_cpu: bool, program: str = "memory", workspace: bool = True
 ) -> Iterator[Simulator]:
     entry = f"python3 train.py --model {model} --deepspeed_config ds_config.json"
     folder.mkdir(exist_ok=True)
     engine = engine_of(program, folder, entry=entry, imported=True)
     try:
-        with Simulator(engine, as_cpu=as_cpu, timeout_s=PATIENCE_S, **more) as simulator:
+        with pytest.MonkeyPatch.context() as patch:
+            if not workspace:
+                patch.setattr(closed_form, "MATMUL_WORKSPACE_BYTES", 0)
+            simulator = Simulator(engine, as_cpu=as_cpu, timeout_s=PATIENCE_S)
+        with simulator:
             yield simulator
     finally:
         engine.close()
@@ -52,7 +56,7 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulator]:
 def gpt_on_a_device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulator]:
     folder = tmp_path_factory.mktemp("device")
     # For this small model, cuBLAS's workspace would exceed most of the compared memory.
-    yield from simulator_of("gpt", folder, as_cpu=False, workspace_bytes=0)
+    yield from simulator_of("gpt", folder, as_cpu=False, workspace=False)
 
 
 def answers(simulator: Simulator, *questions: Question) -> list[MemoryEstimate]:
@@ -231,7 +235,7 @@ def test_a_secondary_copy_of_the_parameters_is_counted(gpt_on_a_device: Simulato
 @newest
 def test_frozen_parameters_have_no_state(tmp_path: Path) -> None:
     config, roomy = configuration(1), configuration(2, bucket=60_000_000)
-    for simulator in simulator_of("lora", tmp_path, as_cpu=False, workspace_bytes=0):
+    for simulator in simulator_of("lora", tmp_path, as_cpu=False, workspace=False):
         facts = simulator.facts(config)
         estimate, filled = answers(simulator, Question(config, 1, 1), Question(roomy, 32, 1))
     formula = closed_form.estimate(facts, roomy, slots=1, micro_batch=32)
