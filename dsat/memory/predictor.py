@@ -123,6 +123,20 @@ class Shape:
     source: str
     is_guess: bool
 
+    @functools.cached_property
+    def highest(self) -> Sequence[Line]:
+        """Lines that decide the peak; lines below another one at every micro batch are dropped."""
+        lines = {
+            (line.fixed, line.per_sample, line.per_pair)
+            for lines in self.phases.values()
+            for line in lines
+        }
+        found: list[Line] = []
+        for fixed, per_sample, per_pair in sorted(lines, reverse=True):
+            if not found or per_sample > found[-1].per_sample or per_pair > found[-1].per_pair:
+                found.append(Line(fixed, per_sample, per_pair=per_pair))
+        return found
+
     def peak(self, phase: str, micro_batch: float) -> float:
         return closed_form.highest(self.phases[phase], micro_batch)
 
@@ -302,8 +316,7 @@ class MemoryModel:
                 line.per_sample + slope,
                 per_pair=line.per_pair + self._bytes_per_pair,
             )
-            for phase in shape.phases.values()
-            for line in phase
+            for line in shape.highest
         )
         largest = min(line.largest_within(room) for line in corrected)
         return min(largest, float(LARGEST_MICRO_BATCH)) if largest >= 1 else 0.0
