@@ -100,7 +100,7 @@ def test_a_search_ends_with_a_message_when_too_few_devices_are_left(
     assert [rank["device"] for rank in ranks] == [machine.uuid(2), machine.uuid(0)]
     assert not machine.held()
     machine.break_device(0, 0)
-    result = _tune(tmp_path / "run", 2, lambda row: None, max_trials=2, resume=True)
+    result = _tune(tmp_path / "run", 2, lambda row: None, max_trials=3, resume=True)
     assert {row["outcome"] for row in result.trials} == {"OK"}
     profile = Run(read_events(tmp_path / "run" / FILE_NAME)).profile
     assert profile is not None
