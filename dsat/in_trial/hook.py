@@ -99,12 +99,14 @@ def _watch(folder: Path, start: dict[str, Any], *, is_rank: bool) -> None:
 def _mark_process() -> None:
     """Map this file into memory: dsat finds it in the maps of the process and of its forks."""
     try:
+        import ctypes
+
         with open(__file__, "rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError:  # some file systems map no files; the first run's folder is not on these
+    except (ImportError, OSError):  # some file systems map no files; the first run is on another
         return
-    # Until the process has ended, also if another `sitecustomize` replaces this module.
-    sys.__dict__["dsat_hook"] = mapped
+    # It stays mapped while Python ends, when sockets of torch are still open.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapped))
 
 
 def _run_hidden_sitecustomize() -> None:
