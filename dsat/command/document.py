@@ -9,6 +9,7 @@ from typing import Any
 from dsat.errors import UserInputError
 
 LARGEST_INTEGER = 2**63 - 1
+_MOST_VALUES = 10**6
 
 
 def read_text(path: Path) -> str:
@@ -45,3 +46,18 @@ def copy_as_json(data: Any, at: str = "") -> Any:
             "contains a value that JSON cannot represent (such as NaN, or a date without quotes)"
         )
         raise ValueError(f"{known}{at and f' at {at[1:]}'}: {error}") from None
+
+
+def check_size(data: Any) -> None:
+    """Raise ValueError if a YAML document, with aliases expanded, has too many values."""
+    if _count(data, {}) > _MOST_VALUES:
+        raise ValueError(f"contains more than {_MOST_VALUES:,} values, counting aliases")
+
+
+def _count(data: Any, known: dict[int, int]) -> int:
+    if not isinstance(data, (list, dict)):
+        return 1
+    if id(data) not in known:
+        parts = data.values() if isinstance(data, dict) else data
+        known[id(data)] = 1 + sum(_count(part, known) for part in parts)
+    return known[id(data)]

@@ -194,7 +194,9 @@ def parse_yaml(text: str) -> Any:
     """Parse YAML as a Determined master does: unquoted, 1e-4 is a number and `on` is true."""
     reader = YAML(pure=True)  # the pure reader has a separate type for quoted text
     reader.preserve_quotes = True
-    return _convert_as_master(reader.load(text))
+    data = reader.load(text)
+    document.check_size(data)
+    return _convert_as_master(data)
 
 
 def _convert_as_master(value: Any) -> Any:

@@ -149,6 +149,9 @@ _HOSTFILE: list[tuple[str, str, str]] = [
     ("a slots=1\nb slots=1\na slots=1\n", "", "a twice"),
     ("a\nb max_slots=2\n", "", "max_slots=2 slots=8"),
 ]
+_BOMB = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]\n" for n in range(1, 9)
+)
 # Files that cannot be read: name, content and words.
 _FILES: list[tuple[str, str | bytes, str]] = [
     ("deepspeed.yaml", "a:\n\t- b", "2 1"),
@@ -159,6 +162,7 @@ _FILES: list[tuple[str, str | bytes, str]] = [
     ("deepspeed.yaml", "a: 2024-01-01", "date a"),
     ("deepspeed.yaml", "a: {b: 1}\nc: {d: [1, .nan]}", "NaN c.d.1"),
     ("deepspeed.yaml", "? [a, b]\n: c", ""),
+    ("deepspeed.yaml", _BOMB, "1,000,000 aliases"),
     ("ds.json", '{\n"a": 1,\n', "JSON 3 1"),
     ("ds.json", '{"a": {"b": 1,\n"b": 2, "c": 1}}', "repeats"),
     ("ds.json", '{"b": 1, "a": {"c": 1e999}}', "NaN a.c"),
