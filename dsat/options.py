@@ -181,7 +181,7 @@ class Option:
 
 
 def _listed(value: Any) -> Sequence[Any]:
-    """Return several values of an option; those of a mapping are tuples of key and value."""
+    """Return the values of an option as a list; a mapping becomes tuples of key and value."""
     if isinstance(value, Mapping):
         return list(value.items())
     return value if isinstance(value, Sequence) and not isinstance(value, str) else [value]

@@ -1,4 +1,4 @@
-"""What the text of a training script shows before it runs."""
+"""Recognition of argument parsers and launchers in the text of a training script."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _READS_ITS_RANK = re.compile(
 )
 _STARTS_PROGRAMS = re.compile(r"\b(?:subprocess\.\w+|Popen|os\.system|exec[lv]p?e?)\(")
 _CALL = 200  # characters of a call in which the name of its program may stand
-_FIRST_WORD = re.compile(r"\[\s*$")  # of a list
 _NAMES_LAUNCHER = re.compile(
     r"""["'](?:torchrun|torch\.distributed\.(?:run|launch))\b"""
     r"""|["'](?:deepspeed|accelerate)(?:["'],\s*|\s)(?:["']?(?:launch\b|-|[\w/]+\.py)|\*|sys\.|__file__)"""
 )
+_LISTS_LAUNCHER = re.compile(rf"\[\s*(?:{_NAMES_LAUNCHER.pattern})")
 
 
 def parses_hf_arguments(source: str) -> bool:
@@ -38,7 +38,6 @@ def starts_ranks(source: str) -> bool:
     calls = [source[call.end() : call.end() + _CALL] for call in _STARTS_PROGRAMS.finditer(source)]
     if any(_NAMES_LAUNCHER.search(call.split(")\n")[0]) for call in calls):
         return True
-    named = _NAMES_LAUNCHER.finditer(source) if calls else ()
-    if any(_FIRST_WORD.search(source[: each.start()][-20:]) for each in named):
+    if calls and _LISTS_LAUNCHER.search(source):
         return True
     return bool(_SPAWNS.search(source)) and not _READS_ITS_RANK.search(source)

@@ -2,8 +2,8 @@
 
 Nothing is synchronised inside a step: losses stay tensors on their device until they are read.
 
-The norm is that of the first step's gradients, before clipping. In stages 1 to 3, and in stage 0
-with fp16, DeepSpeed's optimizers keep it. Otherwise dsat computes it: in stage 0, DeepSpeed has no
+The norm is taken in the first step, before clipping. In stages 1 to 3, and in stage 0 with fp16,
+DeepSpeed's optimizers keep it. Otherwise dsat computes it: in stage 0, DeepSpeed has no
 norm in fp32, and 0.17.6 to 0.18.5 report a wrong one in bf16.
 
 With DeepSpeed's Muon, the norm in stages 1 to 3 is unknown: they replace the gradients by updates

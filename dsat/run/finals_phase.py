@@ -64,7 +64,7 @@ def _one_of_each_strategy(run: Run, ranked: list[int]) -> list[int]:
 
 
 def _cost(run: Run, own: Trial, leader: Trial) -> float:
-    """Return the expected duration of a final trial, as a fraction of that of all trials."""
+    """Return the expected duration of a final, divided by the total duration of all trials."""
     outcomes = run.outcomes
     took_s = sum(outcome.duration_s for outcome in outcomes.values())
     of_both_s = outcomes[own.id].duration_s + outcomes[leader.id].duration_s

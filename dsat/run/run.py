@@ -366,7 +366,7 @@ def searched(run: Run) -> list[Trial]:
 
 
 def final_value(run: Run, trial: Trial) -> float | None:
-    """Return the mean value of a trial in the finals' pairs, else that of its first run.
+    """Return the mean value of a trial in the finals' pairs, or else the value of its first run.
 
     Values of the best configuration and of the user's own can be compared: unless both are in the
     pairs, both are first runs.

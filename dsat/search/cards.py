@@ -123,7 +123,7 @@ def _words(name: str) -> frozenset[str]:
 
 
 def _has_memory(card: Card, words: frozenset[str]) -> bool:
-    """Return whether each memory size in the words of a name is about that of a card."""
+    """Return whether each memory size in a GPU's name is about the memory of a card."""
     sizes = [int(found[1]) * _GIB for found in map(_MEMORY.fullmatch, words) if found]
     return all(abs(size - card.memory_bytes) < _SAME_MEMORY * card.memory_bytes for size in sizes)
 

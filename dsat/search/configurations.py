@@ -21,7 +21,7 @@ Key = tuple[int, int]
 """Key of settings: the number of a branch, and the index of the settings in it."""
 
 GROUPS = COLUMNS.index("data_parallel")
-TILE = 8  # samples that fill whole tiles of matrix units, whatever the sequence length
+TILE = 8  # multiples of so many samples fill the tiles of matrix units at any sequence length
 # Prior standard deviations of what the physical model of the log step time misses: effects of a
 # strategy, a setting, a script's switch, and whole tiles. Only their ratios count, because their
 # scale is learned. Without whole tiles, replays (see `choice`) end 0.1 points lower.

@@ -65,9 +65,9 @@ class LocalSearch(Observer):
         with contextlib.ExitStack() as opened:
             name, settings = ready.experiment.name, ready.settings
             self.folder = run_folders.choose(settings, name, opened, ready.plan)
-            plan = run_folders.keep_budget(self.folder, settings, ready.plan)
-            ready = replace(ready, plan=plan)
-            earlier = run_folders.earlier_runs(self.folder, ready.plan, ready.info)
+            resumed = run_folders.read(self.folder)
+            ready = replace(ready, plan=run_folders.keep_budget(resumed, settings, ready.plan))
+            earlier = run_folders.earlier_runs(self.folder, resumed, ready.plan, ready.info)
             # A new folder has none, and the check would inspect all processes.
             ended = leftovers.end_processes(self.folder) if settings.resume else []
             if ended:
@@ -162,7 +162,7 @@ class LocalSearch(Observer):
 
     @property
     def _has_trials(self) -> bool:
-        """Whether trials are left to run, also interrupted ones, within the budget."""
+        """Return whether a trial may begin within the budget; an interrupted one begins again."""
         is_used = len(self.run.outcomes) >= self.ready.plan.max_trials
         return not self._tuner.finished and not (is_used and self.run.best is not None)
 

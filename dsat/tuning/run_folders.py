@@ -145,26 +145,29 @@ def _new_folder(stem: str) -> Path:
             return folder
 
 
-def keep_budget(folder: Path, settings: Settings, plan: Plan) -> Plan:
-    """Return a plan that allows a resumed run's own number of trials, unless the user sets it."""
+def read(folder: Path) -> Run:
+    """Return the run in a folder; one that has not begun if there is no journal."""
     journal = folder / FILE_NAME
-    if "max_trials" in settings.given or not journal.exists():
+    return history.read_run(journal) if journal.exists() else Run()
+
+
+def keep_budget(run: Run, settings: Settings, plan: Plan) -> Plan:
+    """Return a plan that allows a resumed run's own number of trials, unless the user sets it."""
+    if "max_trials" in settings.given or not run.has_begun:
         return plan
-    run = history.read_run(journal)
-    own = run.plan.max_trials if run.has_begun else 0
+    own = run.plan.max_trials
     if len(run.trials) > own:  # by an earlier version, which did not count reused trials
         own += len(run.earlier)
     return replace(plan, max_trials=max(plan.max_trials, own))
 
 
-def earlier_runs(folder: Path, plan: Plan, info: Mapping[str, Any]) -> list[Run]:
+def earlier_runs(folder: Path, run: Run, plan: Plan, info: Mapping[str, Any]) -> list[Run]:
     """Return earlier runs in a folder, whose trials may be reused.
 
-    The journal is set aside if the run has errors to retry, or if it is unfinished and its script
-    or software changed. The run's next journal then reuses the trials that are still valid.
+    The journal of `run` is set aside if it has errors to retry, or if it is unfinished and its
+    script or software changed. The next journal then reuses the trials that are still valid.
     """
     journal = folder / FILE_NAME
-    run = history.read_run(journal) if journal.exists() else Run()
     if _is_of(plan, run):
         changed = history.difference(run, plan, info)
         if changed is not None and not _is_over(run, plan):

@@ -50,7 +50,7 @@ _BEGINNINGS = (
     r"ATATT3|figd_|ntn_|AGE-SECRET-KEY-|key-(?=[0-9a-f]{32})|bot(?=\d{8,}:)|"
     r"lin_api_|xai-|pplx-|shp(?:at|ca|pa|ss)_|glsa_|tskey-|dckr_pat_|lsv2_|pcsk_|whsec_|wandb_v\d_"
 )
-# Texts that look like secrets, whatever their names; a group is kept.
+# Texts that look like secrets without a name; the group before the secret is kept.
 _SHOWN_SECRETS = [
     re.compile(pattern)
     for pattern in (
