@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from types import FrameType
@@ -13,6 +15,7 @@ from dsat.cli import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, streams
 
 # Signals within this time are one interruption: terminals and service managers send several.
 _TOGETHER_S = 0.5
+_AGAIN_S = 0.01
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +40,7 @@ def _run(argv: Sequence[str]) -> int:
         for number in FOR_DSAT:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, interruption)
+        sys.unraisablehook = interruption.repeat_ignored
         return commands.run(settings, line)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
@@ -47,13 +51,29 @@ def _run(argv: Sequence[str]) -> int:
 
 
 class _Interruption:
-    """Signal handler that raises KeyboardInterrupt once for signals that arrive together."""
+    """Signal handler that raises KeyboardInterrupt once for signals that arrive together.
+
+    Python ignores an exception in a finalizer, such as the one that closes a connection. If that
+    happens to the KeyboardInterrupt, the signal is sent again.
+    """
 
     def __init__(self) -> None:
         self._last_s = -math.inf
+        self._otherwise = sys.unraisablehook
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
         if now_s - self._last_s > _TOGETHER_S:
-            self._last_s = now_s
+            self._last_s, self._number = now_s, number
             raise KeyboardInterrupt
+
+    def repeat_ignored(self, ignored: sys.UnraisableHookArgs) -> None:
+        """Send the signal again if its exception is ignored; a `sys.unraisablehook`."""
+        if issubclass(ignored.exc_type, KeyboardInterrupt):
+            self._last_s = -math.inf
+            # Not at once: an exception in this hook is ignored too.
+            again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), self._number))
+            again.daemon = True
+            again.start()
+        else:
+            self._otherwise(ignored)

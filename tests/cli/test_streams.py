@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from testing.local import PATIENCE_S
+
 # Does what a run does: prints many lines, opens files, and reports when it reaches its end.
 PROGRAM = """
 import os, pathlib, sys
@@ -44,6 +46,21 @@ def test_ctrl_c_while_dsat_is_imported_is_an_interruption(module: str) -> None:
         f"        if name == '{module}': raise KeyboardInterrupt\n"
         "sys.meta_path.insert(0, Interrupted())\n"
         "from dsat.cli.main import main\nsys.exit(main(['show']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (130, b"")
+
+
+def test_ctrl_c_within_a_finalizer_is_an_interruption() -> None:
+    """Python ignores exceptions in finalizers, such as those that close connections."""
+    program = (
+        "import os, signal, sys, time\nfrom dsat.cli import commands, main\n"
+        "class Connection:\n"
+        "    def __del__(self): os.kill(os.getpid(), signal.SIGINT)\n"
+        "def run(*args):\n"
+        "    Connection()\n"
+        f"    time.sleep({PATIENCE_S})\n"
+        "commands.run = run\nsys.exit(main.main(['show']))"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
     assert (ended.returncode, ended.stderr) == (130, b"")
