@@ -261,13 +261,15 @@ def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> Batch
     total = total or micro * gas * counted
     if total != micro * gas * counted or min(total, micro, gas) < 1:
         said = ", ".join(f"{key} {value}" for key, value in given.items())
-        how = "contradict each other" if len(given) > 1 else "is impossible"
+        how, hint = "contradict each other", "Correct or delete one of these settings."
+        if len(given) == 1:
+            how, hint = "is impossible", "Correct it."
         raise UserInputError(
             f"{said} {how} on {count(slots, 'device')}: train_batch_size must be "
             "train_micro_batch_size_per_gpu x gradient_accumulation_steps x devices"
             + (f" / {SEQUENCE_SIZE}" if shared.sequence > 1 else ""),
             where=where,
-            hint="Correct or delete one of these settings.",
+            hint=hint,
         )
     return BatchTriple(total // shared.tensor, micro, gas, shared)
 

@@ -249,7 +249,7 @@ def _words(entrypoint: str | Sequence[str]) -> list[str]:
         raise UserInputError(
             f"{entrypoint!r} needs a shell, but dsat starts the ranks without one",
             where=_WHERE,
-            hint="Move the shell's work into the script. " + _FORMS,
+            hint="Move the shell's work into the script.",
         )
     try:
         return shlex.split(entrypoint)

@@ -208,7 +208,7 @@ def choose_machines(
     if nodes is not None:
         if nodes > len(found):
             raise UserInputError(
-                f"{_NODES} {nodes}: only {len(found)} machines of {path} are available",
+                f"{_NODES} {nodes}: the hostfile {path} leaves only {len(found)} machines",
                 where=_WHERE,
             )
         found = dict(itertools.islice(found.items(), nodes))

@@ -166,7 +166,7 @@ def config_flag(args: Sequence[str]) -> str | None:
 
 
 def path_in(word: str) -> str:
-    """Return the path that an argument names: all of it, or what follows `--flag=`."""
+    """Return the path that an argument names: a whole word, or what follows `--flag=`."""
     return word.partition("=")[2] if word.startswith("-") else word
 
 

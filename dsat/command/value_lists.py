@@ -79,12 +79,13 @@ def _listed_values(value: Any, where: str) -> list[Any] | None:
         raise UserInputError(
             f"is a range ({kind})", where=where, hint="Give a list of values instead."
         )
+    hint = "Give at least one value, or leave it out."
     if kind == "categorical":
-        value = value.get("vals", [])
+        if "vals" not in value:
+            raise UserInputError('has no "vals"', where=where, hint=hint)
+        value = value["vals"]
     if value == []:
-        raise UserInputError(
-            "is an empty list", where=where, hint="Give at least one value, or leave it out."
-        )
+        raise UserInputError("is an empty list", where=where, hint=hint)
     return value if isinstance(value, list) else None
 
 

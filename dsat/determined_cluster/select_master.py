@@ -1,4 +1,4 @@
-"""Choice of where trials run: on this machine, or on the cluster of a Determined master."""
+"""Choice of the Determined master whose cluster runs the trials, or of none."""
 
 from __future__ import annotations
 

@@ -256,7 +256,7 @@ class LineByLine:
 
 @contextlib.contextmanager
 def opened(settings: EstimateSettings) -> Iterator[LineByLine]:
-    """Run a model on fake tensors, and yield its tables by formula.
+    """Run a model on fake tensors; yield its tables, so far predicted by formula.
 
     Raises:
         UserInputError: the settings or the files are wrong.

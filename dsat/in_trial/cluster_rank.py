@@ -1,9 +1,9 @@
 """A trial on a Determined cluster, from inside the user's processes.
 
-When the script first calls a function of `dsat`, its process becomes a rank of the trial that the
-hyperparameters name. `dsat_reporting_context` reports the outcome to the master. If a rank other
-than the chief fails, or the script fails outside of this context, the outcome is a line in the
-trial's log.
+When the script asks dsat for its configuration, or opens `dsat_reporting_context`, its process
+becomes a rank of the trial that the hyperparameters name. The context reports to the master a
+success, and a failure that another attempt would repeat. Any other outcome is a line in the trial's
+log.
 """
 
 from __future__ import annotations

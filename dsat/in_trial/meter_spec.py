@@ -20,7 +20,7 @@ class MeterSpec(KnownBefore, Recorded):
     Attributes:
         micro_batch, gas, stage, slots, parallelism: what the engine must use. If slots is 0, the
             engine's own values replace them (`complete_from`).
-        host_slots: slots of the host, including those of other trials.
+        host_slots: slots that share the host's memory.
         profile: whether the first step counts parameters, FLOPs and activations.
         measures: whether the measured speed is used; False if only the profile is needed.
     """

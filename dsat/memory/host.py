@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from typing import Any
+
+from packaging.version import Version
 
 from dsat.memory.facts import ModelFacts, Setup
 from dsat.values.zero_strategy import CPU
 
 PER_HOST = 8  # devices of a typical host
+_PINS_SINCE = Version("0.19.5")  # runtime/zero/offload_config.py
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ROUNDED = re.compile(r"\bpinned_max_(?:round_threshold|cached_size)_mb:(\d+)")
 
@@ -68,9 +73,19 @@ def saved_without_pinning(facts: ModelFacts, config: Mapping[str, Any], *, slots
 
 
 def is_pinned(config: Mapping[str, Any]) -> bool:
-    """Return whether offloaded optimizer state is pinned, as it is by default."""
+    """Return whether offloaded optimizer state is pinned; the default depends on DeepSpeed."""
     section = (config.get("zero_optimization") or {}).get("offload_optimizer")
-    return not isinstance(section, Mapping) or section.get("pin_memory", True) is not False
+    pins = section.get("pin_memory") if isinstance(section, Mapping) else None
+    return pins_by_default() if pins is None else pins is not False
+
+
+@functools.cache
+def pins_by_default() -> bool:
+    """Return whether the installed DeepSpeed pins offloaded state unless told otherwise."""
+    try:
+        return Version(metadata.version("deepspeed")) >= _PINS_SINCE
+    except metadata.PackageNotFoundError:
+        return True
 
 
 def pinned_bytes(size: float) -> int:

@@ -1,8 +1,9 @@
 """Memory of every configuration of a run: from a few simulations, corrected by every trial.
 
 One configuration of each strategy is simulated at about its largest micro batch. The closed form
-derives the others from it, and trials add what no simulation sees. Each phase is a maximum of
-functions of degree 1 or 2 in the micro batch, so the largest that fits needs no search.
+derives the others from it, and trials add what no simulation sees. The memory of each phase is a
+maximum of polynomials of degree 1 or 2 in the micro batch, from which the largest micro batch that
+fits is computed.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class Variant:
     """The model with certain values of the script's switches, such as `gradient_checkpointing`.
 
     Attributes:
-        anchors: simulated configurations; a strategy may be simulated at several numbers of slots,
-            and at a second, smaller micro batch, which shows bytes per pair of samples.
+        anchors: simulated configurations. A strategy may have several: on other numbers of slots,
+            or with a smaller micro batch if memory grows with its square.
     """
 
     script_args: Mapping[str, Any]

@@ -1,12 +1,12 @@
 """Work of a simulated step on named cards, for the physical model of a step's time.
 
 A roofline gives the time of kernels: FLOPs over the FLOP/s that the card reaches, or bytes over the
-bandwidth of its memory. A compute kernel takes the time of the shortest kernel in addition; any
-other kernel takes at least that time. Collectives move bytes over links and wait for each hop
+bandwidth of its memory. The card's time of an empty kernel is added for a compute kernel, and is
+the minimum of any other. Collectives move bytes over links and wait for each hop
 (`Network`). The host launches kernels and runs the hooks of parameters; a step takes longer if the
 host is slower than the kernels.
 
-The columns are those of `dsat.search.step_time.work`, so that trials calibrate the same terms.
+Results have the columns of `dsat.search.step_time.work`, so that trials calibrate the same terms.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def training_of(plan: Plan, trial: Trial) -> hazards.Training:
 
 
 def training_with(config: Mapping[str, Any], gas: int, plan: Plan) -> hazards.Training:
-    """Return the facts of `training_of` for a DeepSpeed configuration."""
+    """Return the facts that decide which known faults affect a configuration."""
     is_open = ds_config.data_types(config)[0] is None  # the script decides, and may choose bf16
     return hazards.Training(
         config,

@@ -151,7 +151,7 @@ class Configurations:
         return np.zeros(len(work)) if self.problem.objective.smaller_is_better else work
 
     def octaves(self, keys: Sequence[Key], micro_batch: Any) -> Array:
-        """Return log2 of the ratio of the micro batches to the largest that should fit, (n,)."""
+        """Return log2 of the ratio of the micro batches to their limits (`edge`), (n,)."""
         edges = np.maximum(0.5, np.array([self.edge(key) for key in keys]))
         octaves: Array = np.log2(micro_batch / edges)
         return octaves

@@ -43,7 +43,7 @@ def console(stream: Any) -> Console:
 
 
 def as_text(text: str) -> Text:
-    """Return a text for a console; journals and scripts may hold terminal escape sequences."""
+    """Return a text for a console, with terminal escape sequences made visible."""
     return Text(escape(text))
 
 

@@ -170,7 +170,7 @@ SETTINGS = (
         "reduce_scatter",
         _SWITCH_OFF,
         (1, 2, 3),
-        "in stage 3, halves the traffic of an all-reduce; stages 1 and 2 all-reduce anyway",
+        "in stage 3, halves the traffic of an all-reduce; in stages 1 and 2, saves only copies",
         when=_several_slots,
     ),
     Setting(
@@ -236,7 +236,7 @@ SETTINGS = (
         "offload_optimizer.ratio",
         (1.0, 0.75, 0.5),
         (3,),
-        "the GPU computes the rest of the optimizer step, with the first learning rate",
+        "the GPU computes the rest of the step; schedulers do not change its learning rate",
         when=lambda s: s.steps_on_host,
         **_ON_REQUEST,  # zero/stage3.py:317, 0.19.8: no scheduler changes that optimizer's rate
     ),

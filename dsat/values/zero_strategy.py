@@ -14,7 +14,7 @@ class Strategy:
     """A ZeRO stage, and where optimizer states and parameters are stored.
 
     Attributes:
-        offload_optimizer: `none` or `cpu`, from stage 1 on; or `nvme`, in stage 3 only.
+        offload_optimizer: `none`; `cpu` from stage 1 on; `nvme` in stage 3 only.
         offload_param: `none`, `cpu` or `nvme`; in stage 3 only.
     """
 

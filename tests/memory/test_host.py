@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -26,10 +27,27 @@ def needed(config: dict[str, Any]) -> float:
     return sum(host.training(FACTS, config, slots=1))
 
 
+def test_memory_is_pinned_by_default_as_in_the_installed_deepspeed() -> None:
+    from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig
+
+    default = DeepSpeedZeroOffloadOptimizerConfig(device="cpu").pin_memory
+    assert host.is_pinned(offloaded(2)) == default
+
+
+@pytest.mark.parametrize(("version", "pinned"), [("0.17.6", False), ("0.19.5", True)])
+def test_the_default_of_pinning_depends_on_deepspeed(
+    version: str, pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    host.pins_by_default.cache_clear()
+    assert host.is_pinned(offloaded(2)) == pinned
+    host.pins_by_default.cache_clear()
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_only_pinned_memory_is_rounded_up(stage: int) -> None:
     """18 bytes per parameter: Ren et al., ZeRO-Offload (2021), and the parameters in 16 bits."""
-    pinned, pageable = offloaded(stage), offloaded(stage, pin_memory=False)
+    pinned, pageable = offloaded(stage, pin_memory=True), offloaded(stage, pin_memory=False)
     assert needed(pageable) == pytest.approx(18 * FACTS.num_params, rel=0.01)
     saved = host.saved_without_pinning(FACTS, pinned, slots=1)
     assert saved == pytest.approx(needed(pinned) - needed(pageable), rel=0.01) and saved > GIB

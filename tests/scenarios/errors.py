@@ -75,7 +75,7 @@ _CONFIG: list[tuple[dict[str, Any], str, str]] = [
     *(({**DS, ZERO: bad}, ZERO, "mapping") for bad in ("most", 2, [{"stage": 1}])),
     *(({**DS, ZERO: {"reduce_bucket_size": bad}}, ZERO, "integer") for bad in ("most", -1)),
     ({**DS, ZERO: {"overlap_comm": [[True]]}}, f"{ZERO}.overlap_comm", "list"),
-    ({**DS, ZERO: {"overlap_comm": {"type": "categorical"}}}, f"{ZERO}.overlap_comm", "empty"),
+    ({**DS, ZERO: {"overlap_comm": {"type": "categorical"}}}, f"{ZERO}.overlap_comm", "vals"),
     ({**DS, ZERO: {"offload_optimizer": {"device": "cpu", "pin_memory": []}}}, ZERO, "empty"),
     ({**DS, ZERO: {"zenflow": {}}}, f"{ZERO}.zenflow", "ZenFlow"),
     ({**DS, "sequence_parallel_size": 3}, "", "3 multiple devices"),
