@@ -11,6 +11,7 @@ import pytest
 from dsat.engines.agent.leftovers import CompilerLocks
 from dsat.engines.machines.machine import Machine, find_machine
 from dsat.prepare import installed_deepspeed
+from testing.api_place import Place
 from testing.scenarios import User
 
 ROOT = Path(__file__).parent.parent
@@ -104,3 +105,11 @@ def _only_slow_tests_ask_deepspeed(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session")
 def this_machine() -> Machine:
     return find_machine()
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    """Return a user of the Python API with a program on a made-up machine."""
+    user = User(tmp_path)
+    user.has()
+    return Place(user, monkeypatch)
