@@ -38,18 +38,22 @@ KINDS = (
     _program(
         "a boundary by hand",
         "boundary.py --micro-batch-size 2",
-        "With --micro-batch-size: .*a constant",
+        "with --micro-batch-size failed: .* takes 4 micro batches as before",
     ),
     _program("a notebook with a search of its own", "notebook.py"),
     _program("spawned ranks", "", command="python3 spawn.py 4 29731", ranks=0),
     _program("click", "by_click.py train --batch-size 8 first"),
-    _program("subcommands", "subcommands.py train --bs 2 --accum 4", "note: --bs follows"),
+    _program(
+        "subcommands",
+        "subcommands.py train --bs 2 --accum 4",
+        "trials set --bs to their micro batch",
+    ),
     _program(
         "a flag in front of a subcommand",
         "front.py train",
-        "(?s)note: --batch-size follows(?!.*does not follow)",
+        "(?s)trials set --batch-size to(?!.*trials no longer set)",
     ),
-    _program("dotted arguments", "dotted.py train.batch_size=2", "note: train.batch_size follows"),
+    _program("dotted arguments", "dotted.py train.batch_size=2", "trials set train.batch_size to"),
     # Any micro batch must divide the data: a partial last batch adds a step to each epoch.
     _program("few data", "loop.py --rows 16 --epochs 50", config=True),
     _program("accumulation by hand", "loop.py --by-hand 4", "do not divide the loss", config=True),

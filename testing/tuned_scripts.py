@@ -188,7 +188,7 @@ def fault_of_answer(script: Script, told: Tuned) -> str:
     """Return what is wrong with the changed copy of a framework's file, or with training by it."""
     best = told.run.best
     assert best is not None
-    copy = (told.folder / "run" / script.own_file).read_text()
+    copy = (told.folder / "run" / "best_files" / script.own_file).read_text()
     wanted = f"{script.batch_key}: {best.batch.micro_batch}  # what fits"
     if wanted not in copy or "best_ds_config.json" not in copy:
         return f"the copy of its file is {copy}"

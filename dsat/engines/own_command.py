@@ -143,10 +143,10 @@ class OwnCommand:
 
         Until `move_files` or `close`, the trial's folder is a link to the command's folder.
         """
+        self.running.start = replace(start, own_ranks=self.running.start.own_ranks)
         start.folder.parent.mkdir(parents=True, exist_ok=True)
         start.folder.symlink_to(self.folder)
         write_atomically(start.folder / CONFIG_FILE, json.dumps(config, indent=2) + "\n")
-        self.running.start = replace(start, own_ranks=self.running.start.own_ranks)
         return self.running
 
     def move_files(self) -> None:
