@@ -114,7 +114,7 @@ def starts_other_python(words: Sequence[str]) -> bool:
     found = shutil.which(program, path=path)
     if found is None or os.path.samefile(Path(found).parent, Path(sys.executable).parent):
         return False
-    return any(Path(found).parents[1].glob(_DEEPSPEED))
+    return any(Path(os.path.abspath(found)).parents[1].glob(_DEEPSPEED))
 
 
 def _interpreter_of(script: Path) -> list[str]:

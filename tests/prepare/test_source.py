@@ -59,6 +59,7 @@ def test_devices_are_chosen_once(
     [
         ("python train.py", "", "deepspeed-0.19.8.dist-info", True),
         ("PATH={0} python3 train.py", "", "deepspeed-0.19.8.dist-info", True),
+        ("PATH=. python3 train.py", "", "", False),
         ("./train.py", "#!/usr/bin/env python3", "deepspeed-0.19.8.dist-info", True),
         ("./train.py", "#!{0}/python", "deepspeed-0.19.8.dist-info", True),
         ("./train.py", "#!/usr/bin/env -S uv run", "", True),
@@ -78,8 +79,8 @@ def test_the_python_that_a_shell_would_use(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bin").mkdir()
     (tmp_path / "lib/python3/site-packages" / installed).mkdir(parents=True)
-    for name in ("python", "python3"):
-        (tmp_path / "bin" / name).symlink_to(sys.executable)
+    for name in ("bin/python", "bin/python3", "python3"):
+        (tmp_path / name).symlink_to(sys.executable)
     (tmp_path / "train.py").write_text(first_line.format(tmp_path / "bin"))
     (tmp_path / "train.py").chmod(0o755)
     if "PATH" not in command:
