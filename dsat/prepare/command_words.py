@@ -21,6 +21,7 @@ _HIDES_THE_HOOK = re.compile("-[^-WXcm]*[IES]")
 # What an installation of DeepSpeed has in an environment, also one from a folder of sources.
 _DEEPSPEED = "lib*/python*/*-packages/deepspeed[-.]*"
 _PYTHON = re.compile(r"python[\d.]*")
+_TOO_OLD = re.compile(r"python3\.\d")  # for the hook, which the first run finds out
 _OF_SHELLS = frozenset(
     "! { ( case cd eval exec export for if pushd set source trap ulimit until while".split()
 )
@@ -96,12 +97,13 @@ def make_startable(words: Sequence[str], *, is_known: bool) -> tuple[str, ...]:
     return tuple(command)
 
 
-def starts_other_python(words: Sequence[str]) -> bool:
-    """Return whether a command starts its script with a Python that dsat should not replace.
+def other_python(words: Sequence[str]) -> str | None:
+    """Return the Python of a command's script; empty for that of dsat's environment.
 
-    This is the Python of another environment with DeepSpeed, found on PATH or in a script's `#!`
-    line, or another program in that line. A Python without DeepSpeed is not meant: PATH leads to it
-    if the environment of dsat is not active.
+    Another one is of an environment with DeepSpeed, and found on PATH or in a script's `#!` line. A
+    Python without DeepSpeed is not meant: PATH leads to it if the environment of dsat is not
+    active. None if only a run shows it: the `#!` line has another program, or the Python is too
+    old.
     """
     command = list(words)
     path = entrypoints.take_assignments(command).get("PATH")
@@ -110,11 +112,13 @@ def starts_other_python(words: Sequence[str]) -> bool:
     if is_script:
         [program, *_] = _interpreter_of(Path(program)) or [sys.executable]
     if not _PYTHON.fullmatch(Path(program).name):
-        return is_script
-    found = shutil.which(program, path=path)
-    if found is None or os.path.samefile(Path(found).parent, Path(sys.executable).parent):
-        return False
-    return any(Path(os.path.abspath(found)).parents[1].glob(_DEEPSPEED))
+        return None if is_script else ""
+    found = os.path.abspath(shutil.which(program, path=path) or sys.executable)
+    is_own = os.path.samefile(Path(found).parent, Path(sys.executable).parent)
+    package = next(Path(found).parents[1].glob(_DEEPSPEED), None)
+    if is_own or package is None:
+        return ""
+    return None if _TOO_OLD.fullmatch(package.parents[1].name) else found
 
 
 def _interpreter_of(script: Path) -> list[str]:
