@@ -227,6 +227,29 @@ def test_a_training_that_dsat_cannot_see_is_ended_before_it_begins(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("imports", ["torch", "time"])
+def test_a_helper_that_a_rank_starts_needs_no_hook(imports: str, place: Path) -> None:
+    """A server of rewards may have an environment of its own. A script without torch is no rank."""
+    (place / "helper.py").write_text(
+        "import socket, time, torch\n"
+        "store = socket.create_server(('127.0.0.1', 0))\n"
+        "open('ready', 'w').close()\ntime.sleep(60)\n"
+    )
+    (place / "starts.py").write_text(
+        f"import os, subprocess, sys, time, {imports}\n"
+        "subprocess.Popen([sys.executable, 'helper.py'], env={'COLOUR': 'red'})\n"
+        "while not os.path.exists('ready'): time.sleep(0.1)\n"
+        f"time.sleep(1.5)\n{TRAINS}\n"
+    )
+    with begun(("python3", "starts.py"), place, ranks=1) as started:
+        if imports == "torch":
+            assert started.ranks() == [(0, 1)]
+        else:
+            with pytest.raises(UserInputError, match=r"clears the environment of .*helper\.py"):
+                started.ranks()
+
+
+@pytest.mark.slow
 def test_a_fork_of_a_process_that_dsat_sees_is_seen(place: Path) -> None:
     (place / "forks.py").write_text(
         "import os, socket, sys, time, torch\n"
