@@ -293,4 +293,5 @@ def _why_hidden(env: Mapping[str, str], hook: str) -> tuple[str, str]:
             "replaces PYTHONPATH for",
             "Keep the old entries, as in export PYTHONPATH=src:$PYTHONPATH.",
         )
-    return "hides dsat from", "Start it with Python 3.10 or newer, without -E, -I and -S."
+    hint = "Use Python 3.10 or newer without -E, -I and -S, where dsat's folder is visible."
+    return "hides dsat from", hint

@@ -124,6 +124,6 @@ if __name__ == "sitecustomize":
     sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), SPARE_FOLDER))
     # Another program's Python may be older than dsat supports.
     if TRIAL_VARIABLE in os.environ and sys.version_info >= (3, 10):
-        _mark_process()
         _begin(Path(os.environ[TRIAL_VARIABLE]))
+        _mark_process()
     _run_hidden_sitecustomize()

@@ -209,13 +209,18 @@ def test_a_program_that_prepares_data_needs_no_hook(place: Path) -> None:
             'env -i "$(which python3)" blind.py',
             "clears the environment of .*blind.py.*--cleanenv",
         ),
+        (
+            'PYTHONPATH="${PYTHONPATH%%:*}:lib" python3 blind.py',
+            "hides dsat from `python3 blind.py`.* where dsat's folder is visible",
+        ),
     ],
-    ids=["replaced", "ignored", "cleared"],
+    ids=["replaced", "ignored", "cleared", "in a container"],
 )
 def test_a_training_that_dsat_cannot_see_is_ended_before_it_begins(
     line: str, message: str, place: Path
 ) -> None:
     """Otherwise it would run in full, and overwrite the user's checkpoints."""
+    runnable(place / "lib" / "dsat.py", "raise ImportError('not in this container')\n")
     runnable(place / "run.sh", f"#!/bin/bash\n{line}\n")
     (place / "blind.py").write_text(
         "import socket, time, torch\ntime.sleep(1.5)\n"  # as while it prepares data
