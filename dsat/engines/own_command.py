@@ -32,7 +32,7 @@ from dsat.engines.supervisors import LOST, Supervisors
 from dsat.engines.trial_folder import log_files, read_end, remove_hook
 from dsat.errors import DsatError, EngineError, ScriptFailed, UserInputError
 from dsat.in_trial import start_record
-from dsat.in_trial.hook import HOOK_FOLDER, RUN_VARIABLE, TRIAL_VARIABLE
+from dsat.in_trial.hook import HOOK_FOLDER, RUN_VARIABLE, TRIAL_VARIABLE, UNMARKED_FILE
 from dsat.in_trial.rank_files import CONFIG_FILE, RECORDS_FOLDER, SEVERAL_NODES_FILE
 from dsat.values import host_limits
 from dsat.values.files import remove, write_atomically
@@ -232,7 +232,7 @@ class OwnCommand:
         Such a process would train unmeasured, and overwrite checkpoints. Other processes that
         prepare data open no socket, and helpers are started by a rank.
         """
-        if time.monotonic() < self._checks_hook_s:
+        if time.monotonic() < self._checks_hook_s or (self.folder / UNMARKED_FILE).exists():
             return
         self._checks_hook_s = time.monotonic() + _CHECK_S
         hook = f"/{self.folder.name}/{HOOK_FOLDER}"

@@ -232,6 +232,17 @@ def test_a_training_that_dsat_cannot_see_is_ended_before_it_begins(
 
 
 @pytest.mark.slow
+def test_a_training_on_a_file_system_that_maps_no_files_is_seen(place: Path) -> None:
+    no_maps = "def mmap(*args, **named): raise OSError(19, '')\ndef __getattr__(name): return 0\n"
+    runnable(place / "lib" / "mmap.py", no_maps)
+    (place / "listens.py").write_text(
+        "import socket, time, torch\nstore = socket.create_server(('127.0.0.1', 0))\n"
+        f"time.sleep(1.5)\n{TRAINS}\n"
+    )
+    assert seen(place, "env", "PYTHONPATH=lib", "python3", "listens.py").script == "listens.py"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("imports", ["torch", "time"])
 def test_a_helper_that_a_rank_starts_needs_no_hook(imports: str, place: Path) -> None:
     """A server of rewards may have an environment of its own. A script without torch is no rank."""
