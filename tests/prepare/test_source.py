@@ -101,6 +101,30 @@ def test_the_python_that_a_shell_would_use(
         assert not found.unknown and not found.can_run_first(), "DeepSpeed would refuse the list"
 
 
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("srun --export=NONE python train.py", "--export=NONE"),
+        ("srun -n 2 -p gpu --export NIL python train.py", "--export=NIL"),
+        ("srun --export=SMALL=1 python train.py", "--export=SMALL=1"),
+        ("SLURM_EXPORT_ENV=NONE srun python train.py", "SLURM_EXPORT_ENV=NONE"),
+        ("SLURM_EXPORT_ENV=NONE srun --export=all,A=1 python train.py", ""),
+        ("srun -n 2 python train.py --export=onnx", ""),
+    ],
+)
+def test_srun_must_pass_all_variables_on(
+    words: str, refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "srun").touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    target = Target(command=tuple(words.split()))
+    if refused:
+        with pytest.raises(UserInputError, match=rf"^{refused}: starts .* Write --export=ALL"):
+            sources.read(target)
+    else:
+        assert sources.read(target).unknown == sources.PROGRAM
+
+
 @pytest.mark.parametrize("named", ["zero1", "ds.json"])
 def test_a_configuration_that_the_script_looks_up(
     named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
