@@ -243,8 +243,12 @@ def test_a_training_on_a_file_system_that_maps_no_files_is_seen(place: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("imports", ["torch", "time"])
-def test_a_helper_that_a_rank_starts_needs_no_hook(imports: str, place: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "imports"), [("python3", "torch"), ("python3", "time"), ("torchrun", "torch")]
+)
+def test_a_helper_that_a_rank_starts_needs_no_hook(
+    launcher: str, imports: str, place: Path
+) -> None:
     """A server of rewards may have an environment of its own. A script without torch is no rank."""
     (place / "helper.py").write_text(
         "import socket, time, torch\n"
@@ -257,7 +261,8 @@ def test_a_helper_that_a_rank_starts_needs_no_hook(imports: str, place: Path) ->
         "while not os.path.exists('ready'): time.sleep(0.1)\n"
         f"time.sleep(1.5)\n{TRAINS}\n"
     )
-    with begun(("python3", "starts.py"), place, ranks=1) as started:
+    own = None if launcher == "torchrun" else 1
+    with begun((launcher, "starts.py"), place, ranks=own) as started:
         if imports == "torch":
             assert started.ranks() == [(0, 1)]
         else:
