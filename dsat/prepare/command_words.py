@@ -101,15 +101,15 @@ def make_startable(words: Sequence[str], *, is_known: bool) -> tuple[str, ...]:
 def other_python(words: Sequence[str]) -> str | None:
     """Return the Python of a command's script; empty for that of dsat's environment.
 
-    Another one is of an environment with DeepSpeed, and found on PATH or in a script's `#!` line. A
-    Python without DeepSpeed is not meant: PATH leads to it if the environment of dsat is not
-    active. None if only a run shows it: the `#!` line has another program, or the Python is too
-    old.
+    Another one is of an environment with DeepSpeed, and named by the command, by PATH or by a
+    script's `#!` line. A Python without DeepSpeed is not meant: PATH leads to it if the environment
+    of dsat is not active. None if only a run shows it: the `#!` line has another program, or the
+    Python is too old.
     """
     command = list(words)
     path = entrypoints.take_assignments(command).get("PATH")
-    program = command[0]
-    is_script = os.sep in program and program.endswith(".py") and os.access(program, os.X_OK)
+    program = next(iter(command), "")
+    is_script = os.sep in program and program.endswith(".py") and bool(shutil.which(program))
     if is_script:
         [program, *_] = _interpreter_of(Path(program)) or [sys.executable]
     if not _PYTHON.fullmatch(Path(program).name):

@@ -156,17 +156,17 @@ def read(target: Target) -> Source:
         _log.info("note: dsat runs your command without --autotuning, which dsat replaces")
         target = replace(target, command=command)
     check_form(command)
+    python = other_python(command)
     try:
-        program = entrypoints.parse(target.command, folder)
+        program = entrypoints.parse(target.command, folder, python or "")
     except UnknownStart:
         return _unknown(target)
     check_options(program)
     if entrypoints.starts_its_ranks(command, folder):
         return _unknown(target)
-    python = other_python(command)
     if python is None:
         return replace(_unknown(target), is_script=not program.launcher)
-    program = _mark_word(replace(program, interpreter=python), folder)
+    program = _mark_word(program, folder)
     config = _config_of_command(target.ds_config, program, folder)
     experiment = experiments.make_experiment(target.command, _name(program), folder, config or {})
     unknown = CONFIG if config is None and not program.trial_class else ""
