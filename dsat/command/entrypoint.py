@@ -140,11 +140,12 @@ class Entrypoint(Recorded):
         return [self.interpreter or sys.executable, *self.python_options, *program, *self.args]
 
 
-def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
+def parse(entrypoint: str | Sequence[str], model_dir: Path, python: str = "") -> Entrypoint:
     """Parse an entrypoint.
 
     Args:
         entrypoint: command line or list of arguments, as in the experiment configuration.
+        python: the Python that it starts; empty for the Python that runs dsat.
 
     Raises:
         UserInputError: it is empty, needs a shell, has an unknown form, or its script is missing.
@@ -153,7 +154,9 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path) -> Entrypoint:
     env = take_assignments(words)
     if not words or not words[0].strip():
         raise UserInputError("is empty", where=_WHERE, hint=_FORMS)
-    found = _command(words)
+    if python and _PYTHON.fullmatch(Path(words[0]).name):
+        words[0] = "python3"
+    found = replace(_command(words), interpreter=python)
     if found.launch.hosts:
         env |= placement.read_exported_variables(model_dir)
     if found.script and not (model_dir / found.script).is_file():

@@ -32,7 +32,7 @@ from dsat.engines.supervisors import LOST, Supervisors
 from dsat.engines.trial_folder import log_files, read_end, remove_hook
 from dsat.errors import DsatError, EngineError, ScriptFailed, UserInputError
 from dsat.in_trial import start_record
-from dsat.in_trial.hook import HOOK_FOLDER, RANK_VARIABLE, RUN_VARIABLE, TRIAL_VARIABLE
+from dsat.in_trial.hook import HOOK_FOLDER, RUN_VARIABLE, TRIAL_VARIABLE, UNMARKED_FILE
 from dsat.in_trial.rank_files import CONFIG_FILE, RECORDS_FOLDER, SEVERAL_NODES_FILE
 from dsat.values import host_limits
 from dsat.values.files import remove, write_atomically
@@ -43,6 +43,8 @@ _POLL_S = 0.1
 _CHECK_S = 0.5  # between looks at all processes; a script needs longer from torch to its training
 _LAST_LINES = 50
 _HERE = 0
+_LOCAL_RANK = "LOCAL_RANK"
+_TORCH = "/libtorch_python"  # in the maps of a process that imported torch
 _OWN = Trial(0, TrialKind.BASELINE, "own", 0, BatchTriple(1, 1, 1), {})
 
 
@@ -228,21 +230,20 @@ class OwnCommand:
         """Raise UserInputError if a process of the command with torch and a socket lacks the hook.
 
         Such a process would train unmeasured, and overwrite checkpoints. Other processes that
-        prepare data open no socket.
+        prepare data open no socket, and helpers are started by a rank.
         """
-        if time.monotonic() < self._checks_hook_s:
+        if time.monotonic() < self._checks_hook_s or (self.folder / UNMARKED_FILE).exists():
             return
         self._checks_hook_s = time.monotonic() + _CHECK_S
-        hook = self.folder / HOOK_FOLDER
+        hook = f"/{self.folder.name}/{HOOK_FOLDER}"
         for process in self._processes():
             with contextlib.suppress(psutil.Error, OSError):
-                maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
-                is_hooked = f"/{hook.parent.name}/{hook.name}/" in maps
+                maps = _maps(process)
                 # psutil 6 renamed the method.
                 connections = getattr(process, "net_connections", None) or process.connections
-                has_socket = "/libtorch_python" in maps and connections("inet")
-                if has_socket and not is_hooked and not _is_below_rank(process):
-                    problem, hint = _why_hidden(process.environ(), str(hook))
+                has_socket = _TORCH in maps and connections("inet")
+                if has_socket and hook not in maps and not _is_below_rank(process, hook):
+                    problem, hint = _why_hidden(process.environ(), hook)
                     command = shlex.join(process.cmdline()[:3])
                     raise UserInputError(
                         f"{problem} `{command}`, so dsat can neither measure that training nor "
@@ -262,10 +263,22 @@ class OwnCommand:
         return sorted(self._records.glob(f"{start_record.RECORD_PREFIX}*.json"))
 
 
-def _is_below_rank(process: psutil.Process) -> bool:
-    """Return whether a process descends from a rank that dsat started."""
+def _maps(process: psutil.Process) -> str:
+    """Return the names of the files that a process has mapped, with other text."""
+    return Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+
+
+def _is_below_rank(process: psutil.Process, hook: str) -> bool:
+    """Return whether a process descends from a rank with torch and the hook.
+
+    Launchers may have both, but no rank's number.
+    """
     above = itertools.takewhile(lambda parent: parent.pid != os.getpid(), process.parents())
-    return any(RANK_VARIABLE in each.environ() for each in above)
+    own = os.environ.get(_LOCAL_RANK)
+    return any(
+        each.environ().get(_LOCAL_RANK) != own and hook in (maps := _maps(each)) and _TORCH in maps
+        for each in above
+    )
 
 
 def _why_hidden(env: Mapping[str, str], hook: str) -> tuple[str, str]:
@@ -280,4 +293,5 @@ def _why_hidden(env: Mapping[str, str], hook: str) -> tuple[str, str]:
             "replaces PYTHONPATH for",
             "Keep the old entries, as in export PYTHONPATH=src:$PYTHONPATH.",
         )
-    return "hides dsat from", "Start it with Python 3.10 or newer, without -E, -I and -S."
+    hint = "Use Python 3.10 or newer without -E, -I and -S, where dsat's folder is visible."
+    return "hides dsat from", hint

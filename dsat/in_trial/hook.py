@@ -26,6 +26,7 @@ OWNER_VARIABLE = "DSAT_OWNER"  # the process of dsat that started this one
 # ID of the rank's process, also in the processes that it starts; unset if a command starts ranks.
 RANK_VARIABLE = "DSAT_RANK_PID"
 HOOK_FOLDER, SPARE_FOLDER = "hook", "spare"  # the second holds packages that may be missing
+UNMARKED_FILE = "unmarked"  # exists if a process of the trial could not show that it has the hook
 CHANGES_FILE = "command.json"  # of the trial: arguments and variables that differ from the user's
 _LOCAL_RANK = ("--local_rank=", "--local-rank=")  # of DeepSpeed's launcher and torch's older one
 
@@ -96,14 +97,15 @@ def _watch(folder: Path, start: dict[str, Any], *, is_rank: bool) -> None:
         wrapt.register_post_import_hook(prepare, name)
 
 
-def _mark_process() -> None:
+def _mark_process(folder: Path) -> None:
     """Map this file into memory: dsat finds it in the maps of the process and of its forks."""
     try:
         import ctypes
 
-        with open(__file__, "rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (ImportError, OSError):  # some file systems map no files; the first run is on another
+        with open(__file__, "rb") as file:  # some file systems map no files, or no shared ones
+            mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+    except (ImportError, OSError):
+        (folder / UNMARKED_FILE).touch()
         return
     # It stays mapped while Python ends, when sockets of torch are still open.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapped))
@@ -124,6 +126,7 @@ if __name__ == "sitecustomize":
     sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), SPARE_FOLDER))
     # Another program's Python may be older than dsat supports.
     if TRIAL_VARIABLE in os.environ and sys.version_info >= (3, 10):
-        _mark_process()
-        _begin(Path(os.environ[TRIAL_VARIABLE]))
+        _folder = Path(os.environ[TRIAL_VARIABLE])
+        _begin(_folder)
+        _mark_process(_folder)
     _run_hidden_sitecustomize()

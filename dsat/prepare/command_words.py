@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from dsat.command import entrypoint as entrypoints
@@ -21,6 +21,8 @@ _HIDES_THE_HOOK = re.compile("-[^-WXcm]*[IES]")
 # What an installation of DeepSpeed has in an environment, also one from a folder of sources.
 _DEEPSPEED = "lib*/python*/*-packages/deepspeed[-.]*"
 _PYTHON = re.compile(r"python[\d.]*")
+_TOO_OLD = re.compile(r"python3\.\d")  # for the hook, which the first run finds out
+_EXPORT = re.compile(r"(--export|SLURM_EXPORT_ENV)[= ](\S+)")  # of srun
 _OF_SHELLS = frozenset(
     "! { ( case cd eval exec export for if pushd set source trap ulimit until while".split()
 )
@@ -76,7 +78,7 @@ def make_startable(words: Sequence[str], *, is_known: bool) -> tuple[str, ...]:
     command = list(words)
     env = entrypoints.take_assignments(command)
     given = command[0]
-    _check_reach(command)
+    _check_reach(command, {**os.environ, **env})
     if is_known and command[0].endswith(".py"):
         command = [sys.executable, *command]
     elif is_known and command[0].startswith("python"):  # of dsat's own environment
@@ -96,25 +98,28 @@ def make_startable(words: Sequence[str], *, is_known: bool) -> tuple[str, ...]:
     return tuple(command)
 
 
-def starts_other_python(words: Sequence[str]) -> bool:
-    """Return whether a command starts its script with a Python that dsat should not replace.
+def other_python(words: Sequence[str]) -> str | None:
+    """Return the Python of a command's script; empty for that of dsat's environment.
 
-    This is the Python of another environment with DeepSpeed, found on PATH or in a script's `#!`
-    line, or another program in that line. A Python without DeepSpeed is not meant: PATH leads to it
-    if the environment of dsat is not active.
+    Another one is of an environment with DeepSpeed, and named by the command, by PATH or by a
+    script's `#!` line. A Python without DeepSpeed is not meant: PATH leads to it if the environment
+    of dsat is not active. None if only a run shows it: the `#!` line has another program, or the
+    Python is too old.
     """
     command = list(words)
     path = entrypoints.take_assignments(command).get("PATH")
-    program = command[0]
-    is_script = os.sep in program and program.endswith(".py") and os.access(program, os.X_OK)
+    program = next(iter(command), "")
+    is_script = os.sep in program and program.endswith(".py") and bool(shutil.which(program))
     if is_script:
         [program, *_] = _interpreter_of(Path(program)) or [sys.executable]
     if not _PYTHON.fullmatch(Path(program).name):
-        return is_script
-    found = shutil.which(program, path=path)
-    if found is None or os.path.samefile(Path(found).parent, Path(sys.executable).parent):
-        return False
-    return any(Path(found).parents[1].glob(_DEEPSPEED))
+        return None if is_script else ""
+    found = os.path.abspath(shutil.which(program, path=path) or sys.executable)
+    is_own = os.path.samefile(Path(found).parent, Path(sys.executable).parent)
+    package = next(Path(found).parents[1].glob(_DEEPSPEED), None)
+    if is_own or package is None:
+        return ""
+    return None if _TOO_OLD.fullmatch(package.parents[1].name) else found
 
 
 def _interpreter_of(script: Path) -> list[str]:
@@ -127,17 +132,26 @@ def _interpreter_of(script: Path) -> list[str]:
     return words
 
 
-def _check_reach(command: Sequence[str]) -> None:
+def _check_reach(command: Sequence[str], env: Mapping[str, str]) -> None:
     """Raise UserInputError if a command starts the training where dsat cannot see it."""
     name = Path(command[0]).name
     where, hint = name, _ELSEWHERE.get(name, "")
-    options = itertools.takewhile(lambda word: word.startswith("-"), command[1:])
-    clears = [word for word in options if word.startswith("--export=") and "ALL" not in word]
-    if name == "srun" and clears:
-        where, hint = clears[0], "Write --export=ALL, followed by your own variables."
+    if name == "srun" and (where := _clears(command[1:], env)):
+        hint = "Write --export=ALL, followed by your own variables."
     if hint:
         raise UserInputError(
             "starts the training where dsat can neither measure it nor protect your files",
             where=where,
             hint=hint,
         )
+
+
+def _clears(words: Sequence[str], env: Mapping[str, str]) -> str:
+    """Return the setting of srun that keeps variables from the ranks; empty if none does."""
+    options = itertools.takewhile(
+        lambda word: word.startswith("-") or shutil.which(word) is None, words
+    )
+    variable = f"SLURM_EXPORT_ENV={env.get('SLURM_EXPORT_ENV') or 'ALL'}"
+    # The option wins.
+    *_, (setting, names) = _EXPORT.findall(" ".join([variable, *options]))
+    return "" if "ALL" in names.upper().split(",") else f"{setting}={names}"

@@ -27,7 +27,7 @@ from dsat.prepare.command_words import (
     check_form,
     check_options,
     make_startable,
-    starts_other_python,
+    other_python,
 )
 from dsat.prepare.target import Target
 from dsat.values import format as fmt
@@ -156,20 +156,22 @@ def read(target: Target) -> Source:
         _log.info("note: dsat runs your command without --autotuning, which dsat replaces")
         target = replace(target, command=command)
     check_form(command)
+    python = other_python(command)
     try:
-        program = entrypoints.parse(target.command, folder)
+        program = entrypoints.parse(target.command, folder, python or "")
     except UnknownStart:
         return _unknown(target)
     check_options(program)
     if entrypoints.starts_its_ranks(command, folder):
         return _unknown(target)
-    if starts_other_python(command):
+    if python is None:
         return replace(_unknown(target), is_script=not program.launcher)
     program = _mark_word(program, folder)
     config = _config_of_command(target.ds_config, program, folder)
     experiment = experiments.make_experiment(target.command, _name(program), folder, config or {})
     unknown = CONFIG if config is None and not program.trial_class else ""
-    program = replace(program, started_by=make_startable(target.command, is_known=True))
+    started_by = make_startable(target.command, is_known=not python)
+    program = replace(program, started_by=started_by)
     given = None if program.config_path is not None else target.ds_config
     return Source(experiment, program, unknown, given)
 

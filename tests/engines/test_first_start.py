@@ -209,13 +209,18 @@ def test_a_program_that_prepares_data_needs_no_hook(place: Path) -> None:
             'env -i "$(which python3)" blind.py',
             "clears the environment of .*blind.py.*--cleanenv",
         ),
+        (
+            'PYTHONPATH="${PYTHONPATH%%:*}:lib" python3 blind.py',
+            "hides dsat from `python3 blind.py`.* where dsat's folder is visible",
+        ),
     ],
-    ids=["replaced", "ignored", "cleared"],
+    ids=["replaced", "ignored", "cleared", "in a container"],
 )
 def test_a_training_that_dsat_cannot_see_is_ended_before_it_begins(
     line: str, message: str, place: Path
 ) -> None:
     """Otherwise it would run in full, and overwrite the user's checkpoints."""
+    runnable(place / "lib" / "dsat.py", "raise ImportError('not in this container')\n")
     runnable(place / "run.sh", f"#!/bin/bash\n{line}\n")
     (place / "blind.py").write_text(
         "import socket, time, torch\ntime.sleep(1.5)\n"  # as while it prepares data
@@ -224,6 +229,45 @@ def test_a_training_that_dsat_cannot_see_is_ended_before_it_begins(
     with pytest.raises(UserInputError, match=message):
         seen(place, str(place / "run.sh"))
     assert not (place / "trained").exists()
+
+
+@pytest.mark.slow
+def test_a_training_on_a_file_system_that_maps_no_files_is_seen(place: Path) -> None:
+    no_maps = "def mmap(*args, **named): raise OSError(19, '')\ndef __getattr__(name): return 0\n"
+    runnable(place / "lib" / "mmap.py", no_maps)
+    (place / "listens.py").write_text(
+        "import socket, time, torch\nstore = socket.create_server(('127.0.0.1', 0))\n"
+        f"time.sleep(1.5)\n{TRAINS}\n"
+    )
+    assert seen(place, "env", "PYTHONPATH=lib", "python3", "listens.py").script == "listens.py"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "imports"), [("python3", "torch"), ("python3", "time"), ("torchrun", "torch")]
+)
+def test_a_helper_that_a_rank_starts_needs_no_hook(
+    launcher: str, imports: str, place: Path
+) -> None:
+    """A server of rewards may have an environment of its own. A script without torch is no rank."""
+    (place / "helper.py").write_text(
+        "import socket, time, torch\n"
+        "store = socket.create_server(('127.0.0.1', 0))\n"
+        "open('ready', 'w').close()\ntime.sleep(60)\n"
+    )
+    (place / "starts.py").write_text(
+        f"import os, subprocess, sys, time, {imports}\n"
+        "subprocess.Popen([sys.executable, 'helper.py'], env={'COLOUR': 'red'})\n"
+        "while not os.path.exists('ready'): time.sleep(0.1)\n"
+        f"time.sleep(1.5)\n{TRAINS}\n"
+    )
+    own = None if launcher == "torchrun" else 1
+    with begun((launcher, "starts.py"), place, ranks=own) as started:
+        if imports == "torch":
+            assert started.ranks() == [(0, 1)]
+        else:
+            with pytest.raises(UserInputError, match=r"clears the environment of .*helper\.py"):
+                started.ranks()
 
 
 @pytest.mark.slow

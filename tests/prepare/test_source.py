@@ -54,40 +54,78 @@ def test_devices_are_chosen_once(
     assert found.program.env == variables
 
 
+DEEPSPEED = "lib/python3/site-packages/deepspeed-0.19.8.dist-info"
+
+
 @pytest.mark.parametrize(
-    ("command", "first_line", "installed", "is_kept"),
+    ("command", "first_line", "installed", "python"),
     [
-        ("python train.py", "", "deepspeed-0.19.8.dist-info", True),
-        ("PATH={0} python3 train.py", "", "deepspeed-0.19.8.dist-info", True),
-        ("./train.py", "#!/usr/bin/env python3", "deepspeed-0.19.8.dist-info", True),
-        ("./train.py", "#!{0}/python", "deepspeed-0.19.8.dist-info", True),
-        ("./train.py", "#!/usr/bin/env -S uv run", "", True),
-        ("./train.py", "", "deepspeed-0.19.8.dist-info", False),
-        ("train.py", "#!{0}/python", "deepspeed-0.19.8.dist-info", False),  # no shell would run it
-        ("python train.py", "", "", False),  # dsat's own environment is not active
+        ("python train.py", "", DEEPSPEED, "bin/python"),
+        ("python -m deepspeed train.py", "", DEEPSPEED, "bin/python"),
+        ("PATH={0} python3 train.py", "", DEEPSPEED, "bin/python3"),
+        ("A=1 {0}/python train.py", "", DEEPSPEED, "bin/python"),
+        ("bin/python3 train.py", "", DEEPSPEED, "bin/python3"),
+        ("{0}/python train.py", "", "", None),
+        ("PATH=. python3 train.py", "", "", ""),
+        ("./train.py", "#!/usr/bin/env python3", DEEPSPEED, "bin/python3"),
+        ("./train.py", "#!{0}/python", DEEPSPEED, "bin/python"),
+        ("./train.py", "#!/usr/bin/env -S uv run", "", None),
+        ("python train.py", "", DEEPSPEED.replace("python3", "python3.9"), None),
+        ("./train.py", "", DEEPSPEED, ""),
+        ("train.py", "#!{0}/python", DEEPSPEED, ""),  # no shell would run it
+        ("python train.py", "", "", ""),  # dsat's own environment is not active
     ],
 )
 def test_the_python_that_a_shell_would_use(
     command: str,
     first_line: str,
     installed: str,
-    is_kept: bool,
+    python: str | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "lib/python3/site-packages" / installed).mkdir(parents=True)
-    for name in ("python", "python3"):
-        (tmp_path / "bin" / name).symlink_to(sys.executable)
+    for folder in ("bin", installed):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+    for name in ("bin/python", "bin/python3", "python3"):
+        (tmp_path / name).symlink_to(sys.executable)
     (tmp_path / "train.py").write_text(first_line.format(tmp_path / "bin"))
     (tmp_path / "train.py").chmod(0o755)
+    (tmp_path / "ds.json").write_text(json.dumps({MICRO: [2, 4]}))
     if "PATH" not in command:
         monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
-    words = tuple(command.format(tmp_path / "bin").split())
-    found = sources.read(Target(command=words))
-    assert (sys.executable not in found.command) is is_kept
-    assert (found.unknown == sources.PROGRAM) is is_kept
+    words = command.format(tmp_path / "bin").split()
+    found = sources.read(Target(command=(*words, "--deepspeed_config", "ds.json")))
+    assert (sys.executable not in found.command) is (python != "")
+    if python is None:
+        assert found.unknown == sources.PROGRAM
+    else:
+        assert found.program.interpreter == (python and str(tmp_path / python))
+        assert not found.unknown and not found.can_run_first(), "DeepSpeed would refuse the list"
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("srun --export=NONE python train.py", "--export=NONE"),
+        ("srun -n 2 -p gpu --export NIL python train.py", "--export=NIL"),
+        ("srun --export=SMALL=1 python train.py", "--export=SMALL=1"),
+        ("SLURM_EXPORT_ENV=NONE srun python train.py", "SLURM_EXPORT_ENV=NONE"),
+        ("SLURM_EXPORT_ENV=NONE srun --export=all,A=1 python train.py", ""),
+        ("srun -n 2 python train.py --export=onnx", ""),
+    ],
+)
+def test_srun_must_pass_all_variables_on(
+    words: str, refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "srun").touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    target = Target(command=tuple(words.split()))
+    if refused:
+        with pytest.raises(UserInputError, match=rf"^{refused}: starts .* Write --export=ALL"):
+            sources.read(target)
+    else:
+        assert sources.read(target).unknown == sources.PROGRAM
 
 
 @pytest.mark.parametrize("named", ["zero1", "ds.json"])

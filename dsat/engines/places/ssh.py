@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import replace
 from typing import Any
 
@@ -87,9 +87,7 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
         if name in (own, own.partition(".")[0]) or (is_direct and address in ours)
     ]
     by_ssh = {name: ssh_to(name, port) for name in names if name not in here}
-    prefixes = {"": ["sh", "-c"], **by_ssh}
-    with ThreadPoolExecutor(len(prefixes)) as pool:
-        found = dict(zip(prefixes, pool.map(_identify, prefixes, prefixes.values()), strict=True))
+    found = _identify_all({"": ["sh", "-c"], **by_ssh})
     here += [name for name in by_ssh if ways[name][0] in ours and found[name] == found[""]]
     if len(here) > 1:
         raise UserInputError(f"lists this machine twice: {', '.join(here)}", where="--hostfile")
@@ -114,25 +112,40 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
     ]
 
 
-def _identify(name: str, prefix: Sequence[str]) -> list[str]:
-    """Return two words that identify a host, on which commands run behind the words `prefix`.
+def _identify_all(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Return two words that identify each host; its commands run behind the words of its prefix.
 
     Raises:
-        UserInputError: the host does not answer, or ssh needs a password.
+        UserInputError: a host does not answer, or ssh needs a password.
     """
-    errors = f"no answer within {_REACH_LIMIT_S:g} s"
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process = subprocess.run(  # noqa: S603
+    asked = {
+        name: subprocess.Popen(  # noqa: S603
             [*prefix, _IDENTIFY],
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            timeout=_REACH_LIMIT_S,
         )
+        for name, prefix in prefixes.items()
+    }
+    with ThreadPoolExecutor(len(asked)) as pool:
+        answers = {name: pool.submit(_identify, name, each) for name, each in asked.items()}
+        try:
+            for answer in as_completed(answers.values()):
+                answer.result()
+        finally:  # after a refusal, the others may wait for long
+            for process in asked.values():
+                process.kill()
+    return {name: answer.result() for name, answer in answers.items()}
+
+
+def _identify(name: str, process: subprocess.Popen[str]) -> list[str]:
+    errors = f"no answer within {_REACH_LIMIT_S:g} s"
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        found, errors = process.communicate(timeout=_REACH_LIMIT_S)
         if process.returncode == 0:
-            return process.stdout.split()[-2:]  # a login shell may print other words before
-        errors = process.stderr
+            return found.split()[-2:]  # a login shell may print other words before
     why = (errors.strip().splitlines() or ["it printed nothing"])[-1].strip().rstrip(".")
     command = shlex.join(["ssh", "-o", "BatchMode=yes", name, "true"])
     keys = ": accept the host's key, and run ssh-copy-id"
