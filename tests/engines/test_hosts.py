@@ -273,7 +273,7 @@ def test_hosts_that_stop_or_die_leave_the_run_and_a_trial_runs_elsewhere(
         bench.engine.launch(again)
         wait_until((bench.path(again) / "facts1.json").exists, "the ranks", PATIENCE_S)
         bench.supervisor(2).kill()
-        with pytest.raises(EngineError, match=r"host host2: the process .* Continue with --resume"):
+        with pytest.raises(EngineError, match=r"host host2: the process .* continue with --resume"):
             bench.engine.poll(PATIENCE_S)
     assert processes_of(tmp_path) == []
     assert buffers_of(tmp_path) == []

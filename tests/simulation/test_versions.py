@@ -103,6 +103,5 @@ def test_an_installation_leaves_torch_and_deepspeed_as_they_are(
     )
     added = [line.split("==")[0] for line in told.stderr.splitlines() if line.startswith(" + ")]
     assert " + numpy" in added, told.stderr
-    assert not [
-        name for name in added if name.startswith((" + torch", " + deepspeed", " + nvidia"))
-    ]
+    assert " + deepspeed" not in added
+    assert not [name for name in added if name.startswith((" + torch", " + nvidia"))]
