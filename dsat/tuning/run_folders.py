@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,8 +88,12 @@ def _find_run(folder: Path | None, name: str, plan: Plan | None) -> Path:
             raise UserInputError("contains no run that this machine can resume", where=str(folder))
         return folder
     stem = _stem(name)
-    folders = (RUNS_FOLDER / f"{stem}-{n}" for n in sorted(_numbers(stem), reverse=True))
-    runs = {path: run for path in folders if (run := _read_run(path)) is not None}
+    runs = {}
+    for number in sorted(_numbers(stem), reverse=True):
+        path = RUNS_FOLDER / f"{stem}-{number}"
+        with suppress(PermissionError):  # a run of another user
+            if (run := _read_run(path)) is not None:
+                runs[path] = run
     if not runs:
         raise UserInputError(f"there is no run {RUNS_FOLDER / stem}-* to resume", where="--resume")
     found = sorted(runs, key=past_runs.changed_s, reverse=True)
