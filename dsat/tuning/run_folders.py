@@ -156,13 +156,13 @@ def read(folder: Path) -> Run:
 
 
 def keep_budget(run: Run, settings: Settings, plan: Plan) -> Plan:
-    """Return a plan that allows a resumed run's own number of trials, unless the user sets it."""
-    if "max_trials" in settings.given or not run.has_begun:
+    """Return a plan with a resumed run's own numbers of trials and finals, if none are given."""
+    if not run.has_begun:
         return plan
-    own = run.plan.max_trials
-    if len(run.trials) > own:  # by an earlier version, which did not count reused trials
-        own += len(run.earlier)
-    return replace(plan, max_trials=max(plan.max_trials, own))
+    own: dict[str, Any] = {"max_trials": run.plan.max_trials, "finals": run.plan.finals}
+    if len(run.trials) > run.plan.max_trials:  # by a version that did not count reused trials
+        own["max_trials"] += len(run.earlier)
+    return replace(plan, **{name: own[name] for name in own if name not in settings.given})
 
 
 def earlier_runs(folder: Path, run: Run, plan: Plan, info: Mapping[str, Any]) -> list[Run]:

@@ -162,18 +162,31 @@ def test_a_run_goes_on_with_more_trials(user: User, method: str) -> None:
     ]
 
 
-def test_a_resumed_run_keeps_its_own_number_of_trials(user: User) -> None:
-    options = ("--stop-when", 0, "--finals", 0)
-    interrupt = Harm(signals={55: (signal.SIGINT,)})
-    user.tunes("--max-trials", 60, *options, harm=interrupt)
-    told = user.tunes(*options, "--resume")
-    assert len(told.trials) == 60 and "budget of 60 trials" in told.json["stop_reason"]
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(
+    ("budget", "done", "finals"),
+    [("--max-trials 60 --finals 0", 55, 0), ("--max-trials 8", 5, None)],
+)
+def test_a_resumed_run_keeps_its_own_numbers_of_trials_and_finals(
+    user: User, budget: str, done: int, finals: int | None, trains: bool
+) -> None:
+    """Also after the printed line, which trains with what an interrupted run has found."""
+    search = ("--stop-when", 0)
+    interrupt = Harm(signals={done: (signal.SIGINT,)})
+    user.tunes(*budget.split(), *search, harm=interrupt)
+    if trains:
+        trained = user.tunes("--max-trials", done, "--finals", 0, *search, "--resume")
+        assert len(trained.trials) == done + 1 and not trained.trials[done]["outcome"]
+    for _ in range(2):
+        told = user.tunes(*search, "--resume")
+        assert len(told.trials) == int(budget.split()[1]) and told.json["stop_reason"]
+        assert run_of(user.folder / "run").plan.finals == finals
 
 
 def test_a_run_without_finals_goes_on_into_them(user: User) -> None:
     first = user.tunes("--max-trials", 16, "--finals", 0)
     assert "unconfirmed" in first.json["verdict"][0]
-    told = user.tunes("--max-trials", 24, "--resume")
+    told = user.tunes("--max-trials", 24, "--finals", 6, "--resume")
     check_complete(user, told, 24)
     assert told.json["finals"]["significant"] and "unconfirmed" not in told.json["verdict"][0]
 
