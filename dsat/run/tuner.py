@@ -169,9 +169,9 @@ def _continued(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
     """
     if not events:
         return plan
-    first: list[dict[str, Any]] = []
-    journaled.replay(events[:1], first.append)
-    earlier: Plan = first[0]["plan"]
+    plans: list[Plan] = []
+    journaled.replay(events[:1], lambda event: plans.append(event["plan"]))
+    [earlier] = plans
     difference = difference_to(plan, earlier)
     if difference is not None:
         raise JournalMismatch(

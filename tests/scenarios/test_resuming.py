@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -145,6 +146,18 @@ def test_a_finished_run_is_told_again_and_nothing_is_run(user: User) -> None:
     assert "--finals cannot extend them" in more.err and len(more.trials) == len(first.trials)
     fewer = user.tunes("--max-trials", 5, "--resume")
     assert fewer.status == 0 and len(fewer.trials) == len(first.trials)
+
+
+@pytest.mark.parametrize("cut", [1, 2, 1000])
+@pytest.mark.parametrize("first", ["", '{"event":"another"}\n', '{"event":"paused"}\n'])
+def test_a_journal_without_its_first_line_is_refused(user: User, first: str, cut: int) -> None:
+    user.tunes("--max-trials", 9, method="asha")
+    lines = user.reads("journal.jsonl").splitlines(keepends=True)
+    journal = first + "".join(lines[1:cut])
+    (user.folder / "run" / "journal.jsonl").write_text(journal)
+    told = user.tunes("--max-trials", 9, "--resume", method="asha")
+    refusal = re.search(r"line [12] of .* contradicts .* Start a new run", told.err)
+    assert (told.status == 1 and refusal) if journal else told.status == 0, told.err
 
 
 # -- another budget
