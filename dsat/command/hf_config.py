@@ -101,7 +101,7 @@ def ds_config(dtype: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         dtype: type of the parameters (bf16, fp16 or fp32); if it is None, that of the user's
-            configuration: of "auto" sections that of the first, and fp32 without a section.
+            configuration. If both sections are "auto", it is bf16; without a section, fp32.
 
     Raises:
         UserInputError: `dtype` contradicts the user's configuration.
