@@ -13,7 +13,7 @@ from typing import Any
 from dsat.command import document
 from dsat.command.ds_types import SIZES, normalize
 from dsat.errors import UserInputError
-from dsat.values import parallelism
+from dsat.values import hazards, parallelism
 from dsat.values.format import count
 from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import BatchTriple
@@ -303,13 +303,17 @@ def data_types(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
     return _TYPES.get(str(model), model), kept if kept in _TYPES.values() else None
 
 
-def least_stage(config: Mapping[str, Any]) -> int:
-    """Return the lowest ZeRO stage, 0 or 1, that DeepSpeed accepts with the configured types.
+def least_stage(config: Mapping[str, Any], version: str | None = None) -> int:
+    """Return the lowest ZeRO stage, 0 or 1, that a DeepSpeed accepts with the configured types.
 
     See `DeepSpeedConfig._do_error_check`, `DeepSpeedEngine._do_optimizer_sanity_check` (0.19.8).
+    An unknown version counts as a recent one.
     """
     model, accumulated = data_types(config)
-    if None not in (model, accumulated) and model != accumulated:
+    accepted = [(model, model)]
+    if hazards.is_one_of(version, "<0.18.5"):
+        accepted.append(("bf16", "fp32"))
+    if None not in (model, accumulated) and (model, accumulated) not in accepted:
         return 1
     sections = [config.get(name) or {} for name in ("bf16", "bfloat16", "fp16")]
     low = any(

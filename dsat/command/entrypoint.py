@@ -212,7 +212,8 @@ def starts_its_ranks(command: Sequence[str], model_dir: Path) -> bool:
         _, words = split_interpreter(words[1:])
     if not words[0].endswith(".py"):
         return False
-    return script_source.starts_ranks(_source(model_dir / words[0]))
+    script = model_dir / words[0]
+    return script_source.starts_ranks(_source(script), script.name)
 
 
 def parse_python_words(words: Sequence[str]) -> Entrypoint:

@@ -101,7 +101,7 @@ def ds_config(dtype: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         dtype: type of the parameters (bf16, fp16 or fp32); if it is None, that of the user's
-            configuration, in which "auto" means bf16 and no section means fp32.
+            configuration. If both sections are "auto", it is bf16; without a section, fp32.
 
     Raises:
         UserInputError: `dtype` contradicts the user's configuration.
@@ -110,7 +110,8 @@ def ds_config(dtype: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     differs = own in _PRECISIONS and own != dtype
     if dtype is not None and (differs or configs.at(given, f"{dtype}.enabled") is False):
         raise UserInputError("contradicts the precision in --ds-config", where=f"--dtype {dtype}")
-    chosen = dtype or own or _PRECISIONS[0]
+    auto = [name for name in _PRECISIONS if configs.at(given, f"{name}.enabled") == configs.AUTO]
+    chosen = dtype or own or (auto or _PRECISIONS)[0]
     usual: dict[str, Any] = {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         **{name: {"enabled": name == chosen} for name in _PRECISIONS},

@@ -21,6 +21,7 @@ _NAMES_LAUNCHER = re.compile(
     r"""["'](?:torchrun|torch\.distributed\.(?:run|launch))\b"""
     r"""|["'](?:deepspeed|accelerate)(?:["'],\s*|\s)(?:["']?(?:launch\b|-|[\w/]+\.py)|\*|sys\.|__file__)"""
 )
+_TRAINS = re.compile(r"\bdeepspeed\.initialize\(|Trainer\(|\bAccelerator\(|\.backward\(")
 _LISTS_LAUNCHER = re.compile(rf"\[\s*(?:{_NAMES_LAUNCHER.pattern})")
 
 
@@ -29,15 +30,19 @@ def parses_hf_arguments(source: str) -> bool:
     return any(_HF_ARGUMENTS.search(parser[1]) for parser in _HF_PARSER.finditer(source))
 
 
-def starts_ranks(source: str) -> bool:
+def starts_ranks(source: str, name: str) -> bool:
     """Return whether a script starts its ranks itself, with a launcher or by spawning them.
 
     False for a script that spawns and also reads its rank from the environment: a launcher may
-    start it, too.
+    start it, too. In a script that trains, only a launcher of the script itself, which has this
+    name, counts: another may start an evaluation.
     """
     calls = [source[call.end() : call.end() + _CALL] for call in _STARTS_PROGRAMS.finditer(source)]
-    if any(_NAMES_LAUNCHER.search(call.split(")\n")[0]) for call in calls):
-        return True
-    if calls and _LISTS_LAUNCHER.search(source):
+    launches = [each for call in calls if _NAMES_LAUNCHER.search(each := call.split(")\n")[0])]
+    if calls:
+        lists = [source[found.start() :] for found in _LISTS_LAUNCHER.finditer(source)]
+        launches += [each[:_CALL].split("]\n")[0] for each in lists]
+    trains, itself = _TRAINS.search(source), rf"__file__|\bsys\.argv|\b{re.escape(name)}\b"
+    if any(not trains or re.search(itself, launch) for launch in launches):
         return True
     return bool(_SPAWNS.search(source)) and not _READS_ITS_RANK.search(source)

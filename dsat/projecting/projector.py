@@ -147,8 +147,8 @@ class Projector:
         if "CPU core" in machine or "cpu slot" in machine:  # "cpu slot" in runs of the last release
             problem = "was measured on CPU cores, so it cannot correct predictions for GPUs"
             raise UserInputError(problem, where=str(past.folder))
-        named = run.profile.device_name if run.profile else ""
-        card = cards.find(named or machine)
+        device = (run.profile.device_name if run.profile else "") or machine
+        card = cards.of_device(device) or cards.find(device)
         network = card.network_bandwidth
         if self._network is not None and card == self._card:  # --network is also that of the run
             network = self._network

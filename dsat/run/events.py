@@ -58,6 +58,8 @@ _VALUES_OF_ALL: Mapping[str, Any] = {
 }
 # Fields of a plan that a resumed run may change; earlier versions wrote only the first.
 OF_A_BUDGET = ("max_trials", "finals", "indifference")
+# Errors of events that do not fit those before them; `AttributeError` of a run without a plan.
+_CONTRADICTIONS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _TIMES_S = range(253_402_214_400)  # valid dates, up to a day before the year 10000
 
 
@@ -102,7 +104,7 @@ def replay(
     for number, line in enumerate(lines, start=1):
         try:
             apply(event_of(line))
-        except (UserInputError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        except (UserInputError, *_CONTRADICTIONS) as error:
             problem = f"contradicts earlier lines ({type(error).__name__}: {error})"
             if isinstance(error, DecodeError):
                 problem = f"is damaged: {error}"

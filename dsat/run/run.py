@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from dsat.command import ds_config
@@ -57,6 +58,7 @@ class Run:
         self.info: Mapping[str, Any] = {}
         self.trials: dict[int, Trial] = {}
         self.outcomes: dict[int, Outcome] = {}
+        self._ran = 0  # trials that ran
         self.earlier: set[int] = set()
         self.baseline: Trial | None = None
         self.repeat: Trial | None = None
@@ -112,13 +114,12 @@ class Run:
                 self.finals, self.is_reopened = None, False  # new ones follow
             running = self.running
             for each in running:
-                beside = max(len(running) - 1, self.neighbours.get(each.id, 0))
-                self.neighbours[each.id] = beside
+                self.neighbours[each.id] = max(len(running) - 1, self.neighbours.get(each.id, 0))
             if trial.kind is TrialKind.REPEAT and self.baseline is not None:
                 self.repeat = trial
                 self.repeated[trial.id] = self.baseline.id
-            elif trial.kind is TrialKind.FINAL:
-                self._enter_final(trial)
+            elif trial.kind is TrialKind.FINAL and self.finals and not self.finals.over:
+                self._enter_final(trial, self.finals)
             self.stop_reason = None
         elif kind == events.EVENT_FINISHED and event["trial_id"] not in self.outcomes:
             self._finish(event["trial_id"], event["outcome"], event.get("time_s"))
@@ -134,9 +135,11 @@ class Run:
             self.stop_reason = None
         elif kind == events.EVENT_STOPPED:
             self.stop_reason = event["reason"]
+        self.__dict__.pop("best", None)  # a view asks for it fifty times
 
     def _finish(self, trial_id: int, outcome: Outcome, at_s: float | None = None) -> None:
         self.outcomes[trial_id] = outcome
+        self._ran += outcome.ok
         self.ended_at_s[trial_id] = at_s
         self.ended_s[trial_id] = self.running_s
         trial = self.trials[trial_id]
@@ -173,10 +176,8 @@ class Run:
         own, rules = self.contestant(self.baseline), Rules.of_event(event)
         self.finals = Finals(own, candidates, rules, same_batch=event["same_batch"])
 
-    def _enter_final(self, trial: Trial) -> None:
-        if self.finals is None or self.finals.over:
-            return
-        again = self.finals.repeated_id
+    def _enter_final(self, trial: Trial, finals: Finals) -> None:
+        again = finals.repeated_id
         if again is None:
             self.same_batch_final = trial
         else:
@@ -229,7 +230,7 @@ class Run:
             }
         return self._changes[key]
 
-    @property
+    @cached_property
     def best(self) -> Trial | None:
         """Trial of the recommended configuration; None if no admitted trial ran.
 
@@ -273,8 +274,7 @@ class Run:
         first, then = self.contestant(own), self.contestant(trial)
         errors = first.standard_error, then.standard_error
         variation = self.variation or _variation_of_repeat(self)
-        ran = sum(outcome.ok for outcome in self.outcomes.values())
-        margin = margin_of_single_runs(errors, ran, variation)
+        margin = margin_of_single_runs(errors, self._ran, variation)
         return Gain.of_log(then.log_value - first.log_value, margin)
 
     @property

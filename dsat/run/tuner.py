@@ -71,7 +71,9 @@ class Tuner:
             return
         own = {name: getattr(self.run.plan, name) for name in journaled.OF_A_BUDGET}
         wanted = {name: getattr(plan, name) for name in journaled.OF_A_BUDGET}
-        if own != wanted:
+        # If it is used up, nothing begins: such a command trains with what was found.
+        is_used = self.run.best is not None and len(self.run.outcomes) >= plan.max_trials
+        if own != wanted and not is_used:
             self._append({"event": journaled.EVENT_BUDGET, **wanted})
 
     @property
@@ -167,9 +169,9 @@ def _continued(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
     """
     if not events:
         return plan
-    first: list[dict[str, Any]] = []
-    journaled.replay(events[:1], first.append)
-    earlier: Plan = first[0]["plan"]
+    plans: list[Plan] = []
+    journaled.replay(events[:1], lambda event: plans.append(event["plan"]))
+    [earlier] = plans
     difference = difference_to(plan, earlier)
     if difference is not None:
         raise JournalMismatch(

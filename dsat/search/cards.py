@@ -71,12 +71,12 @@ class Card:
 
 
 def find(name: str) -> Card:
-    """Find a card by its name, by words of it, or by a device's name; see `of_device`.
+    """Find a card by its name, by words of it, or by a device's name; see `named`.
 
     Raises:
         UserInputError: the table has no such card.
     """
-    found = of_device(name)
+    found = named(name)
     if found is None:
         raise UserInputError(
             f"unknown GPU {name}; known GPUs: {', '.join(table())}",
@@ -86,7 +86,15 @@ def find(name: str) -> Card:
 
 
 def of_device(name: str) -> Card | None:
-    """Return the card of a device (`NVIDIA L40S`, `a100-80gb`, `H100`); None if none matches.
+    """Return the card of a device that a driver names; None if none matches.
+
+    If no card has the memory (`NVIDIA H100 96GB HBM3`), it is that of another memory.
+    """
+    return named(name) or named(re.sub(r"\d+GB", "", name))
+
+
+def named(name: str) -> Card | None:
+    """Return the card of a name (`NVIDIA L40S`, `a100-80gb`, `H100`); None if none matches.
 
     A card matches if the words of its name are all in the device's name; of these, the longest name
     wins. Else, it matches if its name has all words of the device's name; of these, the card with

@@ -141,7 +141,7 @@ class Chooser:
             score = np.where(first, score, -np.inf)
         for_its_time = worth - np.log(np.maximum(1.0, candidates.cost / candidates.usual_cost))
         expected = float(for_its_time.max()) - 2 * math.log(
-            max(1.0, len(self.known.measured) / _USUAL_LENGTH)
+            max(1.0, self.known.count / _USUAL_LENGTH)
         )
         at = int(np.argmax(score >= score.max() - _TIE))
         place = candidates.branch[at], candidates.index[at], candidates.micro_batch[at]

@@ -20,6 +20,10 @@ from dsat.search.speed import Points
 from dsat.search.speed import fit as fit_speed
 from dsat.values.outcome import OutcomeKind
 
+# Most measurements that are fitted: a fit takes the cube of their number. With all of 1,000, a
+# decision takes a second.
+_MOST_FITTED = 64
+
 
 @dataclass
 class History:
@@ -60,7 +64,8 @@ class Predictions:
 
     Attributes:
         histories: past and running trials of each combination of settings.
-        measured: settings of the measurements.
+        count: number of measurements.
+        measured: settings of the measurements that are fitted; see `_to_fit`.
         measured_points: the same as `Points`, as if each had run alone.
         running: running trials as `Points`.
         lacking: pairs of micro batch and accumulation steps for which data do not suffice; nor do
@@ -101,17 +106,21 @@ class Predictions:
                 values.append(objective.log_value(value))
                 errors.append(outcome.metrics.standard_error)
                 latencies_s.append(outcome.metrics.latency / 1000)
+        self.count = len(measured)
+        kept = _to_fit(np.array(values))
+        measured = [measured[at] for at in kept]
+        log_values, its_errors, steps_s = np.array([values, errors, latencies_s])[:, kept]
         self.measured = _keys_of(measured)
         self.running, found = _locate(known, running), _locate(known, measured)
-        log_s = known.log_work(found) - np.array(values)
-        self.speed = fit_speed(known.prior, found, log_s, np.array(errors))
+        log_s = known.log_work(found) - log_values
+        self.speed = fit_speed(known.prior, found, log_s, its_errors)
         on_device = profile.host_memory_bytes > 0
         count, predicted = len(known.problem.space.branches), known.memory is not None
         self.runs = Feasibility(ended, count, predicted=predicted, on_device=on_device)
         alone = found.traits.copy()
         alone[:, -1] = 1.0
         self.measured_points = replace(found, traits=alone)
-        units = np.log(latencies_s) - log_s
+        units = np.log(steps_s) - log_s
         self.log_unit = float(np.median(units)) if measured else None
 
     def seconds(self, log_s: Array) -> Array | None:
@@ -182,6 +191,13 @@ class Predictions:
         sound = {key: self.runs.runs(known.row(key).values) for key in {*keys}}
         log_runs: Array = fits + np.log([sound[key] for key in keys])
         return log_runs
+
+
+def _to_fit(values: Array) -> Array:
+    """Return the positions of the measurements to fit: the latest half of them, and the best."""
+    earlier = max(0, len(values) - _MOST_FITTED // 2)
+    best = np.argsort(values[:earlier])[-_MOST_FITTED // 2 :]
+    return np.append(np.sort(best), np.arange(earlier, len(values)))
 
 
 def _keys_of(trials: Sequence[Observation]) -> list[Key]:

@@ -8,7 +8,7 @@ more their residuals may differ. Measurements of one configuration differ by the
 and by run-to-run variation. The scales of residuals and noise are the most probable ones, given the
 measurements, so noise is not mistaken for a gain.
 
-Every fit is a new Gauss-Newton fit to all measurements.
+Every fit is a new Gauss-Newton fit to all measurements that `dsat.search.predictions` keeps.
 
 numpy only: the container of Determined's search runner has no SciPy.
 """

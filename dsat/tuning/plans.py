@@ -107,7 +107,7 @@ def drop_faulty_stages(plan: Plan, version: str | None, *, is_listed: bool) -> P
         training = training_with({**config, "zero_optimization": zero}, accumulates, plan)
         found = hazards.find(version, training, hazards.GRADIENTS, hazards.FAILS)
         reasons = [fault.describe(known) for fault in found if not fault.unseen]
-        if other < ds_config.least_stage(config):
+        if other < ds_config.least_stage(config, version):
             reasons.append("DeepSpeed refuses it with your types of gradients or optimizer states")
         if reasons and other != stage and not is_listed:
             _log.warning("stage %d is not searched: %s", other, reasons[0])

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,8 +88,12 @@ def _find_run(folder: Path | None, name: str, plan: Plan | None) -> Path:
             raise UserInputError("contains no run that this machine can resume", where=str(folder))
         return folder
     stem = _stem(name)
-    folders = (RUNS_FOLDER / f"{stem}-{n}" for n in sorted(_numbers(stem), reverse=True))
-    runs = {path: run for path in folders if (run := _read_run(path)) is not None}
+    runs = {}
+    for number in sorted(_numbers(stem), reverse=True):
+        path = RUNS_FOLDER / f"{stem}-{number}"
+        with suppress(PermissionError):  # a run of another user
+            if (run := _read_run(path)) is not None:
+                runs[path] = run
     if not runs:
         raise UserInputError(f"there is no run {RUNS_FOLDER / stem}-* to resume", where="--resume")
     found = sorted(runs, key=past_runs.changed_s, reverse=True)
@@ -152,13 +156,13 @@ def read(folder: Path) -> Run:
 
 
 def keep_budget(run: Run, settings: Settings, plan: Plan) -> Plan:
-    """Return a plan that allows a resumed run's own number of trials, unless the user sets it."""
-    if "max_trials" in settings.given or not run.has_begun:
+    """Return a plan with a resumed run's own numbers of trials and finals, if none are given."""
+    if not run.has_begun:
         return plan
-    own = run.plan.max_trials
-    if len(run.trials) > own:  # by an earlier version, which did not count reused trials
-        own += len(run.earlier)
-    return replace(plan, max_trials=max(plan.max_trials, own))
+    own: dict[str, Any] = {"max_trials": run.plan.max_trials, "finals": run.plan.finals}
+    if len(run.trials) > run.plan.max_trials:  # by a version that did not count reused trials
+        own["max_trials"] += len(run.earlier)
+    return replace(plan, **{name: own[name] for name in own if name not in settings.given})
 
 
 def earlier_runs(folder: Path, run: Run, plan: Plan, info: Mapping[str, Any]) -> list[Run]:

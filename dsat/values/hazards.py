@@ -114,11 +114,16 @@ def version_in(software: str) -> str | None:
 
 def of_version(version: str | None) -> list[Hazard]:
     """Return the hazards of a DeepSpeed version; empty if the version is unknown."""
+    return [h for h in table() if is_one_of(version, h.versions)]
+
+
+def is_one_of(version: str | None, versions: str) -> bool:
+    """Return whether a DeepSpeed version meets a specifier; False if the version is unknown."""
     try:
         known = Version(version or "").public
     except InvalidVersion:
-        return []
-    return [h for h in table() if SpecifierSet(h.versions).contains(known, prereleases=True)]
+        return False
+    return SpecifierSet(versions).contains(known, prereleases=True)
 
 
 def find(version: str | None, training: Training, *kinds: str) -> list[Hazard]:

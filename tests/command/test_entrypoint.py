@@ -296,6 +296,13 @@ def test_a_flag_that_subcommands_do_not_know_is_added_in_front(before: str, afte
         ('os.system("accelerate launch train.py")', True),
         ("subprocess.run(['git', 'log'])\ngroups = ['deepspeed', 'fsdp']", False),
         ('"""Start me with torchrun."""\nsubprocess.run(["git", "log"])', False),
+        ("loss.backward()\nsubprocess.run(['accelerate', 'launch', '-m', 'lm_eval'])", False),
+        ("engine = deepspeed.initialize()\nos.system('torchrun evaluate.py')", False),
+        ("Trainer(model)\ncmd = ['torchrun', 'evaluate.py']\nPopen(cmd)", False),
+        ("loss.backward()\nLAUNCH = ['deepspeed', 'pretrain.py']\nPopen(['git'])", False),
+        ("Trainer(model)\nrun = ['deepspeed', '-H', 'h', 'src/train.py']\nPopen(run)", True),
+        ("loss.backward()\nos.execvp('torchrun', [\n'torchrun', __file__])", True),
+        ("subprocess.run(['accelerate', 'launch', 'finetune.py'])", True),
     ],
 )
 def test_a_script_that_starts_its_ranks_itself_is_known(
@@ -317,4 +324,4 @@ def test_a_script_that_starts_its_ranks_itself_is_known(
     ],
 )
 def test_a_script_that_only_names_a_launcher_starts_no_ranks(line: str) -> None:
-    assert not script_source.starts_ranks(f"import subprocess\n{line}\n")
+    assert not script_source.starts_ranks(f"import subprocess\n{line}\n", "train.py")

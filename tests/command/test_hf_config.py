@@ -25,6 +25,8 @@ AUTO = {"enabled": "auto"}
     [
         ("fp16", {"bf16": AUTO, "fp16": AUTO}, "fp16"),
         (None, {"bf16": AUTO, "fp16": AUTO}, "bf16"),
+        (None, {"bf16": {"enabled": False}, "fp16": AUTO}, "fp16"),
+        (None, {"bf16": AUTO, "fp16": {"enabled": False}}, "bf16"),
         (None, {"fp16": {"enabled": True}}, "fp16"),
         (None, {"bf16": {"enabled": True}, "fp16": AUTO}, "bf16"),
         (None, {"bf16": {"enabled": False}}, "fp32"),

@@ -127,7 +127,11 @@ def test_only_runs_of_the_same_model_correct_a_projection() -> None:
         projector.measured(past, traced(flops=3.0))
 
 
-def test_the_network_of_a_run_on_the_same_cards_is_counted_once() -> None:
+@pytest.mark.parametrize(
+    ("device", "card"),
+    [("NVIDIA A100-SXM4-80GB", "A100-80GB"), ("NVIDIA H100 96GB HBM3", "H100")],
+)
+def test_the_network_of_a_run_on_the_same_cards_is_counted_once(device: str, card: str) -> None:
     """The measured times of trials on two hosts already include their slow network."""
     past = past_runs.load(Path(testing.__file__).parent / "recorded_run")
     run, network = past.run, 1e9
@@ -138,7 +142,7 @@ def test_the_network_of_a_run_on_the_same_cards_is_counted_once() -> None:
         slots_per_host=8,
         base_config={**run.plan.base_config, "zero_optimization": {"stage": 3}},
     )
-    run.info = {**run.info, "machine": "16 GPUs (NVIDIA A100-SXM4-80GB, 80 GiB)"}
+    run.info = {**run.info, "machine": f"16 GPUs ({device}, 80 GiB)"}
     of_sample = run.profile.flops_per_sample
 
     def passes(micro_batch: int) -> StepTrace:
@@ -154,7 +158,7 @@ def test_the_network_of_a_run_on_the_same_cards_is_counted_once() -> None:
     anchor = Anchor(run.plan.base_config, 1, MemoryEstimate(0, 0, 0, 0), 16)
     model = ModelTrace(passes(256), passes(512))
     traced = Traced(run.plan.base_config, facts, model, {own: (step, anchor)}, {}, 128)
-    there = Projector(traced, cards.find("A100-80GB"), network)
+    there = Projector(traced, cards.find(card), network)
     for ds_config, rows in ((None, False), (Path("ds.json"), True)):  # the user's, or none
         asked_for = ProjectSettings(model="config.json", ds_config=ds_config)
         assert bool(there.projection("", asked_for).own) == rows

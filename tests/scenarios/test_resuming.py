@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import signal
@@ -147,6 +148,18 @@ def test_a_finished_run_is_told_again_and_nothing_is_run(user: User) -> None:
     assert fewer.status == 0 and len(fewer.trials) == len(first.trials)
 
 
+@pytest.mark.parametrize("cut", [1, 2, 1000])
+@pytest.mark.parametrize("first", ["", '{"event":"another"}\n', '{"event":"paused"}\n'])
+def test_a_journal_without_its_first_line_is_refused(user: User, first: str, cut: int) -> None:
+    user.tunes("--max-trials", 9, method="asha")
+    lines = user.reads("journal.jsonl").splitlines(keepends=True)
+    journal = first + "".join(lines[1:cut])
+    (user.folder / "run" / "journal.jsonl").write_text(journal)
+    told = user.tunes("--max-trials", 9, "--resume", method="asha")
+    refusal = re.search(r"line [12] of .* contradicts .* Start a new run", told.err)
+    assert (told.status == 1 and refusal) if journal else told.status == 0, told.err
+
+
 # -- another budget
 
 
@@ -162,18 +175,31 @@ def test_a_run_goes_on_with_more_trials(user: User, method: str) -> None:
     ]
 
 
-def test_a_resumed_run_keeps_its_own_number_of_trials(user: User) -> None:
-    options = ("--stop-when", 0, "--finals", 0)
-    interrupt = Harm(signals={55: (signal.SIGINT,)})
-    user.tunes("--max-trials", 60, *options, harm=interrupt)
-    told = user.tunes(*options, "--resume")
-    assert len(told.trials) == 60 and "budget of 60 trials" in told.json["stop_reason"]
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(
+    ("budget", "done", "finals"),
+    [("--max-trials 60 --finals 0", 55, 0), ("--max-trials 8", 5, None)],
+)
+def test_a_resumed_run_keeps_its_own_numbers_of_trials_and_finals(
+    user: User, budget: str, done: int, finals: int | None, trains: bool
+) -> None:
+    """Also after the printed line, which trains with what an interrupted run has found."""
+    search = ("--stop-when", 0)
+    interrupt = Harm(signals={done: (signal.SIGINT,)})
+    user.tunes(*budget.split(), *search, harm=interrupt)
+    if trains:
+        trained = user.tunes("--max-trials", done, "--finals", 0, *search, "--resume")
+        assert len(trained.trials) == done + 1 and not trained.trials[done]["outcome"]
+    for _ in range(2):
+        told = user.tunes(*search, "--resume")
+        assert len(told.trials) == int(budget.split()[1]) and told.json["stop_reason"]
+        assert run_of(user.folder / "run").plan.finals == finals
 
 
 def test_a_run_without_finals_goes_on_into_them(user: User) -> None:
     first = user.tunes("--max-trials", 16, "--finals", 0)
     assert "unconfirmed" in first.json["verdict"][0]
-    told = user.tunes("--max-trials", 24, "--resume")
+    told = user.tunes("--max-trials", 24, "--finals", 6, "--resume")
     check_complete(user, told, 24)
     assert told.json["finals"]["significant"] and "unconfirmed" not in told.json["verdict"][0]
 

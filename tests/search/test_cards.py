@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dsat.errors import UserInputError
 from dsat.search import cards
+from dsat.search.step_time import CPU_CORE, Job, hardware_of
+from testing.helpers import weightless
 
 NAMES = {
     "h100": "H100",
@@ -43,6 +46,22 @@ def test_cards_are_found_as_people_and_drivers_name_them(given: str) -> None:
 def test_another_card_of_a_similar_name_is_not_taken_for_it(given: str) -> None:
     with pytest.raises(UserInputError, match=r"unknown GPU .*; known GPUs: A100-40GB"):
         cards.find(given)
+
+
+@pytest.mark.parametrize(
+    ("device", "card"),
+    [
+        *(("NVIDIA H100 96GB HBM3", "H100"), ("NVIDIA H100 64GB HBM2", "H100")),
+        *(("NVIDIA A100-SXM-64GB", "A100-80GB"), ("NVIDIA A100-SXM4-40GB", "A100-40GB")),
+        *(("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("NVIDIA GH200 480GB", None)),
+    ],
+)
+def test_a_device_with_an_unusual_memory_is_as_fast_as_its_card(
+    device: str, card: str | None
+) -> None:
+    assert Job.of_profile(replace(weightless(9), device_name=device), slots=1).hardware == (
+        hardware_of(cards.find(card), 2) if card else CPU_CORE
+    )
 
 
 def test_every_card_has_sources_for_its_numbers() -> None:

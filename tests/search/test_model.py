@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dsat.search import predictions, speed
 from dsat.search.base import Context, Observation, Problem
 from dsat.search.feasibility import Ended, Feasibility
 from dsat.search.model import ModelSearch
@@ -223,6 +224,23 @@ def test_noise_does_not_prolong_a_search() -> None:
 
     for sd in (0.03, 0.06, 0.1):
         assert np.mean([count(sd, seed) for seed in range(4)]) <= 15, sd
+
+
+def test_a_long_search_fits_its_best_and_its_latest_measurements(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fitted: list[float] = []
+
+    def fit(prior: speed.Prior, points: speed.Points, *rest: Any) -> speed.Posterior:
+        fitted[:] = points.micro_batch
+        return speed.fit(prior, points, *rest)
+
+    monkeypatch.setattr(predictions, "fit_speed", fit)
+    search = model_of(space_of(1), ceiling=400)
+    for size in range(1, 201):
+        search.observe(size, ran(1000.0 - size))
+    search.propose()
+    assert fitted == [*range(1, 33), *range(169, 201)]
 
 
 def test_what_ran_beside_others_is_not_compared_as_if_it_had_run_alone() -> None:

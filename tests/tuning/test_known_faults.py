@@ -58,17 +58,27 @@ def test_a_stage_with_a_fault_is_left_out(
 
 
 @pytest.mark.parametrize(
-    ("more", "options", "stages"),
+    ("more", "version", "options", "stages"),
     [
-        ({"data_types": {"grad_accum_dtype": "fp32"}}, "", {1, 2, 3}),
-        ({"data_types": {"grad_accum_dtype": "bf16"}}, "", {0, 1, 2, 3}),
-        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "", {1, 2, 3}),
-        ({"data_types": {"grad_accum_dtype": "fp32"}}, "-z 0 1", {0, 1}),  # the user named them
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, "", "", {1, 2, 3}),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, "0.18.5", "", {2, 3}),  # stage 1 has a fault
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, "0.18.4", "", {0, 2, 3}),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, "0.15.4", "", {0, 1, 2, 3}),
+        ({"data_types": {"grad_accum_dtype": "fp16"}}, "0.18.4", "", {1, 2, 3}),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "", "", {0, 1, 2, 3}),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, "", "", {1, 2, 3}),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, "", "-z 0 1", {0, 1}),  # the user named them
     ],
 )
 def test_a_stage_that_refuses_the_types_is_left_out(
-    user: User, more: dict[str, Any], options: str, stages: set[int]
+    user: User,
+    monkeypatch: pytest.MonkeyPatch,
+    more: dict[str, Any],
+    version: str,
+    options: str,
+    stages: set[int],
 ) -> None:
+    install(version, monkeypatch)
     user.has({MICRO: 4, **STAGE_2, "bf16": {"enabled": True}, **more})
     told = user.tunes("--dry-run", *options.split(), method="random")
     plan = told.json["plan"]
