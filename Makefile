@@ -68,6 +68,7 @@ test:
 # What takes longer than a change can wait for: browsers, the site, mutations, attacks, clusters,
 # fresh versions.
 nightly: test browser
+	$(INSTALL) --quiet peft
 	$(PY) -m pytest -n 2 --dist loadfile -m nightly
 	$(MAKE) test-cluster
 	$(MAKE) mutants

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
+import torch._dynamo  # not first in zero.Init: its Tensor.__new__ fails that import in torch 2.15
 from deepspeed.accelerator import get_accelerator
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -222,7 +222,7 @@ def tuners(step: Step) -> None:
     section = {"enabled": True, "fast": True, "max_train_micro_batch_size_per_gpu": 64}
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}}
     ours = [*_DSAT, "tune", "--max-trials", "8", "--train-batch-size", "any", *_LAUNCHER]
-    theirs = [_LAUNCHER[0], "--autotuning", "tune", *_LAUNCHER[1:]]
+    theirs = [_LAUNCHER[0], "--autotuning", "tune", *_LAUNCHER[1:], "--num_nodes", "1"]
     for name, words, share in (("dsat", ours, 0.4), ("deepspeed", theirs, 1.0)):
         whole = {**config, "autotuning": section}
         folder, command = step.script("gpt2", whole, length=1024, name=name)
