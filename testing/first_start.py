@@ -4,15 +4,47 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import stat
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import pytest
 
 from dsat.command import recorded_start
 from dsat.command.entrypoint import Entrypoint
 from dsat.engines.own_command import OwnCommand
 from dsat.in_trial.rank_files import Progress
 from dsat.values.trial import TrialOptions
-from testing.local import PATIENCE_S, processes_of
+from testing.local import PATIENCE_S, PROGRAMS, processes_of
+
+# A training as far as the first run needs it.
+TRAINS = "import deepspeed; deepspeed.initialize(model_parameters=[], config={})"
+# Each runs the command after its own options, in the environment that the real one makes.
+STAND_INS = {
+    "srun": "#!/bin/bash\nshift 1; export SLURM_NTASKS=2\n"
+    'SLURM_PROCID=0 "$@" & SLURM_PROCID=1 "$@" & wait\n',
+    "pipx-like": f"#!{sys.executable}\nimport runpy, sys\n"
+    "sys.path.insert(0, '.')\nrunpy.run_path('train.py', run_name='__main__')\n",
+}
+
+
+def runnable(path: Path, text: str) -> None:
+    """Write a program that can be started."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def user_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make a user's folder with a script, and a stand-in for DeepSpeed next to it."""
+    shutil.copytree(PROGRAMS / "launched", tmp_path / "work")
+    for name, text in STAND_INS.items():
+        runnable(tmp_path / "bin" / name, text)
+    path = [str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]]
+    monkeypatch.setenv("PATH", os.pathsep.join(path))
+    return tmp_path / "work"
 
 
 class Begun:

@@ -5,53 +5,28 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import stat
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from dsat.command import recorded_start
 from dsat.errors import ScriptFailed, UserInputError
 from dsat.values import slow
 from dsat.values.outcome import OutcomeKind
 from testing.command import run_of, typed
-from testing.first_start import begun, seen
-from testing.helpers import starts_of
-from testing.local import PATIENCE_S, PROGRAMS, wait_until
+from testing.first_start import TRAINS, begun, runnable, seen, user_folder
+from testing.local import PATIENCE_S, wait_until
 from testing.scripts import CONFIG, PLAIN
 
 BIN = Path(sys.executable).parent
 OPTIONS = ("-X", "utf8", "-W", "ignore")
 
 
-# Each runs the command after its own options, in the environment that the real one makes.
-STAND_INS = {
-    "srun": "#!/bin/bash\nshift 1; export SLURM_NTASKS=2\n"
-    'SLURM_PROCID=0 "$@" & SLURM_PROCID=1 "$@" & wait\n',
-    "pipx-like": f"#!{sys.executable}\nimport runpy, sys\n"
-    "sys.path.insert(0, '.')\nrunpy.run_path('train.py', run_name='__main__')\n",
-}
-
-
-def runnable(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-
-
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make a user's folder with a script, and a stand-in for DeepSpeed next to it."""
-    shutil.copytree(PROGRAMS / "launched", tmp_path / "work")
-    for name, text in STAND_INS.items():
-        runnable(tmp_path / "bin" / name, text)
-    path = [str(tmp_path / "bin"), str(BIN), os.environ["PATH"]]
-    monkeypatch.setenv("PATH", os.pathsep.join(path))
-    return tmp_path / "work"
+    return user_folder(tmp_path, monkeypatch)
 
 
 def nightly(*values: object) -> object:
@@ -349,67 +324,6 @@ def test_a_sitecustomize_of_the_users_own_is_run_as_well(
     assert (place / "customized").exists()
 
 
-TRAINS = "import deepspeed; deepspeed.initialize(model_parameters=[], config={})"
-SPAWNS = f"""
-import multiprocessing, os, sys
-
-def train(rank):
-    os.environ.update(RANK=str(rank), WORLD_SIZE="2")
-    {TRAINS}
-
-if __name__ == "__main__":
-    context = multiprocessing.get_context(sys.argv[1])
-    ranks = [context.Process(target=train, args=(rank,)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-"""
-
-
-# As with `srun bash -c "python train.py --rank $SLURM_PROCID"`.
-EACH = """for rank in 0 1; do
-    RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=2 {0} python3 trains.py {1} &
-done; wait"""
-OLD_LAUNCHER = ["python3", "-m", "torch.distributed.launch", "--nproc_per_node", "2"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "why", "script", "args", "slots"),
-    [
-        (["python3", "-c", TRAINS, "--steps"], "not in a file", "", ("--steps",), 1),
-        nightly(["bash", "-c", "python3 - 7 < trains.py"], "not in a file", "", ("7",), 1),
-        (["python3", "spawns.py", "fork"], "multiprocessing", "spawns.py", ("fork",), 2),
-        nightly(["python3", "spawns.py", "spawn"], "multiprocessing", "spawns.py", ("spawn",), 2),
-        (
-            ["bash", "-c", EACH.format("", "--rank $rank")],
-            "arguments",
-            "trains.py",
-            ("--rank", "0"),
-            2,
-        ),
-        (["bash", "-c", EACH.format("A=$rank", "7")], "variables", "trains.py", ("7",), 2),
-        nightly([*OLD_LAUNCHER, "trains.py", "7"], "passes --local-rank", "trains.py", ("7",), 2),
-    ],
-    ids=["-c", "stdin", "fork", "spawn", "arguments", "variables", "launch"],
-)
-def test_why_ranks_cannot_be_started_by_themselves(
-    command: Sequence[str],
-    why: str,
-    script: str,
-    args: tuple[str, ...],
-    slots: int,
-    place: Path,
-) -> None:
-    (place / "trains.py").write_text(TRAINS)
-    (place / "spawns.py").write_text(SPAWNS)
-    program = seen(place, *command)
-    assert why in program.needs_command
-    assert (program.script, program.args, program.slots) == (script, args, slots)
-    assert program.started_by == tuple(command)
-
-
 ENGINE = """
 import deepspeed, torch
 model = torch.nn.Linear(4, 4)
@@ -440,87 +354,6 @@ def test_trackers_that_are_off_in_trials_are_not_the_commands_own_variables(
 def test_several_nodes_are_refused_before_they_are_waited_for(place: Path) -> None:
     with pytest.raises(UserInputError, match="on 2 nodes"):
         seen(place, "env", "torchrun", "--nnodes", "2", "--nproc-per-node", "1", "train.py")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "given", "chosen"),
-    [
-        ([{"CUDA_VISIBLE_DEVICES": "4,5"}] * 2, {}, {"CUDA_VISIBLE_DEVICES": "4,5"}),
-        ([{"CUDA_VISIBLE_DEVICES": "0,1"}] * 2, {}, {"CUDA_VISIBLE_DEVICES": "0,1"}),
-        ([{"CUDA_VISIBLE_DEVICES": "4,5"}] * 2, {"CUDA_VISIBLE_DEVICES": "4,5"}, {}),
-        ([{"CUDA_VISIBLE_DEVICES": "0,1", "CROSS_SIZE": "1"}] * 2, {}, {}),
-        ([{"CUDA_VISIBLE_DEVICES": "2,3", "CROSS_SIZE": "1"}], {}, {"CUDA_VISIBLE_DEVICES": "2,3"}),
-        ([{"CUDA_VISIBLE_DEVICES": str(rank)} for rank in range(2)], {}, {}),
-        ([{}], {"CUDA_VISIBLE_DEVICES": "3"}, {}),
-    ],
-)
-def test_a_choice_of_devices_in_the_command_is_kept(
-    ranks: Sequence[Mapping[str, str]],
-    given: Mapping[str, str],
-    chosen: Mapping[str, str],
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "train.py").touch()
-    starts = starts_of(tmp_path, ranks)
-    program = recorded_start.recognise_program(starts, ["bash", "run.sh"], given, {0, 1})
-    assert {n: v for n, v in program.env.items() if "VISIBLE" in n} == chosen
-
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-
-
-@pytest.mark.parametrize(
-    ("above", "later", "chosen"),
-    [
-        ({VISIBLE: "0,1"}, ("", ""), "0,1"),  # CUDA_VISIBLE_DEVICES=0,1 deepspeed train.py
-        ({VISIBLE: "2,3"}, ("", ""), None),  # with --num_gpus, which DeepSpeed prefers
-        ({}, ("2,3", "2,3"), "2,3"),
-        ({}, ("2,3,4", "2,3,4"), "2,3"),
-        ({}, ("3", "1"), "3,1"),
-    ],
-)
-def test_a_choice_under_deepspeeds_launcher_is_kept(
-    above: Mapping[str, str], later: Sequence[str], chosen: str | None, tmp_path: Path
-) -> None:
-    (tmp_path / "train.py").touch()
-    starts = [
-        replace(start, env_above=above, env_later={VISIBLE: own} if own else {})
-        for start, own in zip(
-            starts_of(tmp_path, [{VISIBLE: "0,1", "CROSS_SIZE": "1"}] * 2), later, strict=True
-        )
-    ]
-    program = recorded_start.recognise_program(starts, ["bash", "run.sh"], {}, {0, 1})
-    assert program.env.get(VISIBLE) == chosen
-
-
-LAUNCHES = """
-import os, subprocess
-os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-env = dict(os.environ, CUDA_VISIBLE_DEVICES="0", CROSS_SIZE="1", RANK="0", WORLD_SIZE="1")
-subprocess.run(["python3", "train.py"], env=env)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("line", "chosen"), [("export CUDA_VISIBLE_DEVICES=0", {VISIBLE: "0"}), ("true", {})]
-)
-def test_a_choice_that_deepspeeds_launcher_replaces_is_seen(
-    line: str, chosen: Mapping[str, str], place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(VISIBLE, raising=False)
-    (place / "launches.py").write_text(LAUNCHES)
-    assert seen(place, "bash", "-c", f"{line}; python3 launches.py; true").env == chosen
-
-
-@pytest.mark.slow
-def test_devices_that_a_script_chooses_itself_are_those_of_all_trials(
-    place: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    own = 'import os; os.environ["CUDA_VISIBLE_DEVICES"] = "1"; os.environ["COLOUR"] = "red"'
-    (place / "chooses.py").write_text(f"{own}\n{TRAINS}\n")
-    assert seen(place, "python3", "chooses.py").env == {"CUDA_VISIBLE_DEVICES": "1"}
 
 
 STARTS_ITS_RANKS = f"""
