@@ -42,11 +42,12 @@ class Observation:
         point: the trial's point in the space, or the nearest one; None if its strategy is not
             searched.
         outcome: how the trial ended; None while it runs.
-        is_exact: whether the trial is admitted, and no setting or batch size differs from `point`.
-        is_admitted: whether `BatchRule.admits` its batch sizes.
+        is_exact: whether the trial ran with exactly the settings and batch sizes of `point`, and the
+            search may choose these.
+        is_admitted: whether the search may choose its batch sizes (`BatchRule.admits`).
         neighbours: largest number of other trials at the same time; 0 until the trial ends.
         arm: the search's number for its settings; None if the search did not propose or number it.
-        note: facts that the search recorded with the trial, such as its rung.
+        note: integers that the search recorded with the trial (`Proposal.note`).
     """
 
     point: Point | None
@@ -66,7 +67,7 @@ class Proposal:
     Attributes:
         point: a point that no exact observation has; numpy's integers become Python's.
         arm: the search's number for its settings; None if the search does not number them.
-        note: facts for later decisions, recorded with the trial.
+        note: integers that later decisions need; they are recorded with the trial.
     """
 
     point: Point
