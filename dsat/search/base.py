@@ -42,8 +42,8 @@ class Observation:
         point: the trial's point in the space, or the nearest one; None if its strategy is not
             searched.
         outcome: how the trial ended; None while it runs.
-        is_exact: whether the trial ran with exactly the settings and batch sizes of `point`, and the
-            search may choose these.
+        is_exact: whether the trial ran with exactly the settings and batch sizes of `point`, which
+            the search may choose.
         is_admitted: whether the search may choose its batch sizes (`BatchRule.admits`).
         neighbours: largest number of other trials at the same time; 0 until the trial ends.
         arm: the search's number for its settings; None if the search did not propose or number it.
