@@ -26,7 +26,6 @@ from testing.command import (
     searched,
 )
 from testing.local import (
-    PROGRAMS,
     buffers_of,
     is_alive,
     processes_of,
@@ -71,14 +70,12 @@ def assert_a_result(run_dir: Path, status: int, said: str) -> Run:
 
 
 def test_asha_on_two_ranks_keeps_what_the_user_chose_and_trains(tmp_path: Path) -> None:
-    """Here the command starts its own supervisors, without a warm host."""
     own = own_configuration(autotuning={"enabled": True})  # it must not end the full-length run
     config = experiment_of(tmp_path, "tiny", hyperparameters=own)
-    # In older versions, imports of the first step need more than half of FAST's memory.
     options = [*FAST, "--slot-memory", "400MiB", "-mt", 5, "-m", "throughput", "--finals", 0]
     options += ["--max-micro-batch", 16, "--run-full-experiment", "--json"]
     run_dir = tmp_path / "run"
-    told = dsat("asha", "tiny", run_dir, *options, config=config, imported=False)
+    told = dsat("asha", "tiny", run_dir, *options, config=config)
     run = assert_a_result(run_dir, told.status, told.err)  # with --json, text is on stderr
     assert len(run.trials) == 5 and run.trials[0].kind is TrialKind.BASELINE
     assert any("rung" in trial.note for trial in searched(run))
@@ -107,65 +104,10 @@ def test_asha_on_two_ranks_keeps_what_the_user_chose_and_trains(tmp_path: Path) 
     assert not (run_dir / "full" / "metrics.json").exists()
 
 
-# -- binary, one rank, out of memory for real
-
-
-@pytest.mark.nightly
-def test_binary_finds_the_edge_of_the_memory(tmp_path: Path) -> None:
-    """Memory is not predicted, so trials run out of it.
-
-    Samples need memory but hardly any time, so more samples are faster even on a noisy machine.
-    """
-    run_dir = tmp_path / "run"
-    entrypoint = "python3 -m determined.launch.deepspeed python3 train.py --sample-bytes 20000"
-    own = own_configuration(autotuning={"enabled": True, "fast": False})
-    config = experiment_of(tmp_path, "tiny", hyperparameters=own, entrypoint=entrypoint)
-    options = [*FAST, "--memory-model", "none", "--slots", 1, "-mt", 14, "--finals", 0]
-    options += ["-m", "throughput", "-mct", 1]
-    told = dsat("binary", "tiny", run_dir, *options, config=config)
-    run = assert_a_result(run_dir, told.status, told.out + told.err)
-    assert {OutcomeKind.OOM, OutcomeKind.OK} == set(kinds_of(run))
-    assert run.profile is not None and run.profile.slot_memory_bytes == 150 * 2**20
-    by_lineage: dict[int, dict[OutcomeKind, list[int]]] = {}
-    for trial in searched(run):
-        if trial.lineage is None:
-            continue  # the search did not draw it
-        kinds = by_lineage.setdefault(trial.lineage, {OutcomeKind.OK: [], OutcomeKind.OOM: []})
-        kinds[run.outcomes[trial.id].kind].append(trial.batch.micro_batch)
-    both = [kinds for kinds in by_lineage.values() if all(kinds.values())]
-    assert both, "a lineage that met the edge"
-    for kinds in both:
-        assert max(kinds[OutcomeKind.OK]) < min(kinds[OutcomeKind.OOM])
-    assert "autotuning" not in (run_dir / "best_ds_config.json").read_text()
-    rows = (run_dir / "summary.md").read_text().count("| OOM: ")
-    assert rows == kinds_of(run).count(OutcomeKind.OOM)
-
-
-# -- random, an unmodified script, a batch size that must be kept
-
-
-# -- what goes wrong
-
-
-def test_a_script_that_crashes_shows_its_own_traceback(tmp_path: Path) -> None:
-    own = inline(train_micro_batch_size_per_gpu=2, behaviour="crashes")
-    config = experiment_of(tmp_path, "behaviours", hyperparameters=own)
-    told = dsat("asha", "behaviours", tmp_path / "run", "--slots", 1, config=config)
-    assert told.status == 1
-    lines = told.err.splitlines()
-    *traceback, last = lines[lines.index("Traceback (most recent call last):") :]
-    assert "ValueError: the data set has no labels" in traceback
-    assert str(PROGRAMS / "behaviours" / "train.py") in told.err
-    assert "in_trial" not in told.err and "dsat/cli/main.py" not in told.err
-    assert last.startswith("dsat: error: your own configuration failed: rank 0: ValueError: ")
-    assert "your script's own error" in last
-    assert str(next((tmp_path / "run" / "trials").iterdir())) in last
-    assert not (tmp_path / "run" / "best_ds_config.json").exists()
-
-
 # -- interrupted, killed and resumed
 
 
+@pytest.mark.nightly
 def test_ctrl_c_tells_the_best_so_far(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = experiment_of(tmp_path, "tiny", hyperparameters=own_configuration())

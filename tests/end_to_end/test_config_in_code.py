@@ -6,33 +6,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from dsat.in_trial.adapters.deepspeed_calls import ZERO_INIT
 from dsat.values.outcome import OutcomeKind
 from testing.command import FAST, kinds_of, run_of, typed
-from testing.local import (
-    PROGRAMS,
-    Bench,
-    bench_of,
-    processes_of,
-    read_json,
-    warnings_of,
-)
+from testing.local import PROGRAMS, bench_of, processes_of, read_json, warnings_of
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("way", ["positional", pytest.param("args", marks=pytest.mark.nightly)])
-def test_a_search_learns_it_from_the_first_run(tmp_path: Path, way: str) -> None:
+def test_a_search_learns_it_from_the_first_run(tmp_path: Path) -> None:
     place = tmp_path / "work"
     shutil.copytree(PROGRAMS / "in_code", place)
     options = ["-mt", 4, *FAST, "-m", "throughput", "--max-micro-batch", 64, "--run-dir", "run"]
     words = ["random", *options, "--finals", 0, "--run-full-experiment", "--", "python3"]
-    told = typed(place, *words, "train.py", WAY=way)
+    told = typed(place, *words, "train.py")
     assert told.status == 0, told
     run = run_of(place / "run")
     assert set(kinds_of(run)) == {OutcomeKind.OK}, told.out
@@ -61,18 +51,10 @@ def test_a_search_learns_it_from_the_first_run(tmp_path: Path, way: str) -> None
     assert not processes_of(place / "run")
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with bench_of(
-        "in_code", tmp_path_factory.mktemp("pair"), slots_per_trial=2, imported=True
-    ) as bench:
-        yield bench
-
-
-@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.nightly)])
-def test_two_ranks_of_a_model_that_is_partitioned_while_it_is_made(pair: Bench, stage: int) -> None:
-    """Only stage 3 needs this; stage 2 gets a warning."""
-    trial = pair.trial("zero init", micro_batch=5, stage=stage)
-    outcome = pair.run(trial)
-    assert outcome.ok, pair.log(trial)
-    assert warnings_of(outcome) == ((ZERO_INIT,) if stage == 2 else ())
+@pytest.mark.nightly
+def test_two_ranks_of_a_model_that_is_partitioned_while_it_is_made(tmp_path: Path) -> None:
+    with bench_of("in_code", tmp_path, slots_per_trial=2, imported=True) as bench:
+        trial = bench.trial("zero init", micro_batch=5, stage=3)
+        outcome = bench.run(trial)
+        assert outcome.ok, bench.log(trial)
+    assert warnings_of(outcome) == ()

@@ -19,7 +19,6 @@ from testing.tuned_scripts import documented_commands
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-ADAM = {"type": "AdamW", "params": {"lr": 0.0003, "torch_adam": True}}
 STEPS = FAST[: FAST.index("--memory-model")]
 SMALL = [*STEPS, *"--max-trials 3 --slot-memory 600MiB -m throughput".split()]
 SMALL_MODEL = "--width 64 --layers 1 --length 8 --steps 12".split()

@@ -18,7 +18,7 @@ from dsat.engines.start import FULL_RUN_ID
 from dsat.in_trial.adapters.hf_trainer import NO_CPU_RANKS
 from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial, TrialKind
-from testing.command import FAST, dsat, experiment_of, run_of, run_to_end, searched, typed
+from testing.command import FAST, dsat, experiment_of, run_of, run_to_end, searched
 from testing.local import (
     PATIENCE_S,
     PROGRAMS,
@@ -188,24 +188,3 @@ def test_arguments_in_code_follow_the_trial(
         assert read_json(full / "seen.json") == seen
         assert "eval_loss" in (full / "stdout.log").read_text()
         assert list(fresh.glob("checkpoint-*"))
-
-
-WITHOUT_DEEPSPEED = """
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-
-rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 64
-model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8))
-args = TrainingArguments("out", max_steps=5, report_to="none")
-trainer = Trainer(model, args, train_dataset=rows)
-trainer.train()
-trainer.save_model("out")
-"""
-
-
-def test_a_trainer_without_deepspeed_is_refused_before_it_trains(tmp_path: Path) -> None:
-    """Otherwise it would train to its end and save a model."""
-    (tmp_path / "train.py").write_text(WITHOUT_DEEPSPEED)
-    told = typed(tmp_path, "tune", "python", "train.py")
-    assert told.status == 2 and "the Trainer does not use DeepSpeed" in told.err, told
-    assert not list(tmp_path.rglob("*.safetensors"))

@@ -49,6 +49,7 @@ def test_what_refuses_expandable_segments_runs_without(tmp_path: Path) -> None:
         assert (outcome.kind, warnings_of(outcome)) == (OutcomeKind.OK, ())
 
 
+@pytest.mark.usefixtures("unchecked_configurations")
 def test_a_resumed_run_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(PROGRAMS / "tiny")
     ready = prepared("python3 train.py --deepspeed_config ds_config.json", Path(), monkeypatch)

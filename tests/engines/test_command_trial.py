@@ -111,23 +111,6 @@ def test_ranks_that_a_script_spawns_are_measured_and_ended(place: Path) -> None:
     assert shared_memory() <= before or not buffers_of(bench.folder)
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_a_program_on_standard_input_has_its_own_error_or_end_shown(place: Path) -> None:
-    with bench_of(place, "bash", "-c", "python - no-data < alone.py", **ALONE) as bench:
-        trial = bench.trial(kind=TrialKind.PROFILE)
-        outcome = bench.run(trial)
-        assert outcome.kind is OutcomeKind.ERROR and outcome.before_engine, bench.log(trial)
-        assert outcome.message == "rank 0: LookupError: there are no data"
-        assert "Traceback" in outcome.detail and "dsat/" not in outcome.detail
-    shutil.rmtree(bench.folder)
-    with bench_of(place, "bash", "-c", "python - short < alone.py", **ALONE) as bench:
-        trial = bench.trial()
-        outcome = bench.run(trial)
-        assert outcome.kind is OutcomeKind.INVALID, bench.log(trial)
-        assert "3" in outcome.message
-
-
 WRAPPER = """
 scratch=$(mktemp -d)
 trap 'rm -r "$scratch"' EXIT

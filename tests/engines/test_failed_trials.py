@@ -49,7 +49,6 @@ train(make_engine())
     [
         # A warning by Slurm, which may soon end everything: run again once only.
         ("os.kill(os.getpid(), signal.SIGUSR1)", 2),
-        ("os.kill(os.getpid(), signal.SIGTERM)", 2),
         # Another program took the port.
         ("raise OSError(98, 'Address already in use')", 2),
         # The settings are the cause.

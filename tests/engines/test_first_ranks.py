@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from dsat.command import recorded_start
 from testing.first_start import TRAINS, seen, user_folder
+from testing.helpers import starts_of
 
 
 @pytest.fixture
@@ -36,13 +39,6 @@ if __name__ == "__main__":
 """
 
 
-# As with `srun bash -c "python train.py --rank $SLURM_PROCID"`.
-EACH = """for rank in 0 1; do
-    RANK=$rank LOCAL_RANK=$rank WORLD_SIZE=2 {0} python3 trains.py {1} &
-done; wait"""
-OLD_LAUNCHER = ["python3", "-m", "torch.distributed.launch", "--nproc_per_node", "2"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "why", "script", "args", "slots"),
@@ -51,17 +47,8 @@ OLD_LAUNCHER = ["python3", "-m", "torch.distributed.launch", "--nproc_per_node",
         nightly(["bash", "-c", "python3 - 7 < trains.py"], "not in a file", "", ("7",), 1),
         (["python3", "spawns.py", "fork"], "multiprocessing", "spawns.py", ("fork",), 2),
         nightly(["python3", "spawns.py", "spawn"], "multiprocessing", "spawns.py", ("spawn",), 2),
-        (
-            ["bash", "-c", EACH.format("", "--rank $rank")],
-            "arguments",
-            "trains.py",
-            ("--rank", "0"),
-            2,
-        ),
-        (["bash", "-c", EACH.format("A=$rank", "7")], "variables", "trains.py", ("7",), 2),
-        nightly([*OLD_LAUNCHER, "trains.py", "7"], "passes --local-rank", "trains.py", ("7",), 2),
     ],
-    ids=["-c", "stdin", "fork", "spawn", "arguments", "variables", "launch"],
+    ids=["-c", "stdin", "fork", "spawn"],
 )
 def test_why_ranks_cannot_be_started_by_themselves(
     command: Sequence[str],
@@ -77,3 +64,34 @@ def test_why_ranks_cannot_be_started_by_themselves(
     assert why in program.needs_command
     assert (program.script, program.args, program.slots) == (script, args, slots)
     assert program.started_by == tuple(command)
+
+
+LOCAL = ({"LOCAL_RANK": "0"}, {"LOCAL_RANK": "1"})
+
+
+@pytest.mark.parametrize(
+    ("args", "variables", "why", "kept"),
+    [
+        # As with `srun bash -c "python train.py --rank $SLURM_PROCID"`.
+        (("--rank 0", "--rank 1"), LOCAL, "different arguments", ("--rank", "0")),
+        (("7", "7"), ({"A": "0"}, {"A": "1"}), "different environment variables", ("7",)),
+        # As `torch.distributed.launch` does.
+        (("--local-rank=0 7", "--local-rank=1 7"), LOCAL, "passes --local-rank", ("7",)),
+        (("--local_rank=0 7", "--local_rank=1 7"), LOCAL, "", ("7",)),
+    ],
+)
+def test_ranks_that_differ_are_those_of_the_command(
+    args: Sequence[str],
+    variables: Sequence[dict[str, str]],
+    why: str,
+    kept: tuple[str, ...],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "train.py").touch()
+    starts = [
+        replace(start, command=(*start.command, *own.split()))
+        for start, own in zip(starts_of(tmp_path, variables), args, strict=True)
+    ]
+    program = recorded_start.recognise_program(starts, ["bash", "run.sh"], {}, {0, 1})
+    assert why in program.needs_command and bool(program.needs_command) is bool(why)
+    assert (program.script, program.args, program.slots) == ("train.py", kept, 2)

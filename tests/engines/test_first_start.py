@@ -219,7 +219,8 @@ def test_a_training_on_a_file_system_that_maps_no_files_is_seen(place: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("launcher", "imports"), [("python3", "torch"), ("python3", "time"), ("torchrun", "torch")]
+    ("launcher", "imports"),
+    [("python3", "torch"), ("python3", "time"), nightly("torchrun", "torch")],
 )
 def test_a_helper_that_a_rank_starts_needs_no_hook(
     launcher: str, imports: str, place: Path
@@ -262,15 +263,19 @@ def test_a_fork_of_a_process_that_dsat_sees_is_seen(place: Path) -> None:
     assert "multiprocessing" in program.needs_command
 
 
+EXITS = "sys.exit('no data')", r"status 1 before .*sys\.exit\('no data'\) at leaves\.py:4"
+IS_KILLED = "os.kill(os.getpid(), 15)", "a rank of your command was killed by SIGTERM before"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["python3", "torchrun"])
 @pytest.mark.parametrize(
-    ("line", "message"),
+    ("launcher", "line", "message"),
     [
-        ("sys.exit('no data')", r"status 1 before .*sys\.exit\('no data'\) at leaves\.py:4"),
-        ("os.kill(os.getpid(), 15)", "a rank of your command was killed by SIGTERM before"),
+        nightly("python3", *EXITS),
+        ("torchrun", *EXITS),
+        ("python3", *IS_KILLED),
+        nightly("torchrun", *IS_KILLED),
     ],
-    ids=["exits", "is killed"],
 )
 def test_how_a_script_ended_before_its_engine_is_told(
     launcher: str, line: str, message: str, place: Path
@@ -376,7 +381,7 @@ list(torch.utils.data.DataLoader(torch.zeros(8, 16), batch_size=2))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_command_that_reads_its_data_and_makes_no_step_is_told_so(tmp_path: Path) -> None:
     for name, text in (("train.py", NEVER_STEPS), ("plain.py", PLAIN)):
         (tmp_path / name).write_text(text)

@@ -13,6 +13,7 @@ from dsat.command.switches import OTHER_BATCH, OTHER_CONFIG
 from dsat.in_trial.adapters import hf_trainer
 from dsat.in_trial.adapters.trial import RunningTrial
 from dsat.in_trial.script_switches import ScriptSwitches
+from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from testing.scripts import CONFIG, Scripts
 
@@ -140,6 +141,26 @@ def test_gradient_checkpointing_is_the_trials(scripts: Scripts, wanted: bool) ->
         f"{ARGUMENTS}\n{made}\n{noted}", switches={"gradient_checkpointing": wanted}
     )
     assert ended.notes()["on"] is wanted
+
+
+WITHOUT_DEEPSPEED = """
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 64
+model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8))
+args = TrainingArguments(FOLDER / "out", use_cpu=True, max_steps=5, report_to="none")
+Trainer(model, args, train_dataset=rows).train()
+note(trained=True)
+"""
+
+
+@slow
+def test_a_trainer_without_deepspeed_is_refused_before_it_trains(scripts: Scripts) -> None:
+    """Otherwise it would train to its end, and the script would save a model."""
+    ended = scripts.run(WITHOUT_DEEPSPEED)
+    assert ended.outcome.kind is OutcomeKind.INVALID
+    assert "the Trainer does not use DeepSpeed" in ended.outcome.message
+    assert not (ended.folder / "notes0.json").exists()
 
 
 def test_the_first_trial_reads_the_file_that_accelerate_names(

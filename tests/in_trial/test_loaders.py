@@ -91,7 +91,6 @@ train_with(prepare_data_loader(loader_of(30, 4), **shares))
 @pytest.mark.parametrize(
     ("script", "gas", "samples"),
     [
-        ("train_with(loader_of(30, 4, drop_last=True))", 1, [30]),
         ("train_with(loader_of(30, 4, drop_last=True))", 2, [15]),  # for one micro step of two
         (EVALUATES, 1, [30]),
         (BY_HAND, 1, [None]),  # most batches are made like this

@@ -36,7 +36,6 @@ without_the_engine = needs("deepspeed", "0.18", "in stage 2 only engine.backward
     [
         "runs",
         pytest.param("loss.backward", marks=without_the_engine),
-        pytest.param("torch.autograd.backward", marks=without_the_engine),
         "scales the loss",
     ],
 )
@@ -190,7 +189,7 @@ def test_the_gradients_norm_is_the_same_in_all_stages(pair: Bench) -> None:
     """dsat computes it in stage 0, DeepSpeed in the others; it is the norm of both ranks' mean
     gradient."""
     norms = {}
-    for stage in range(4):
+    for stage in (0, 2, 3):  # stage 1 has the optimizer of stage 2
         trial = pair.trial("runs", gas=GAS, stage=stage)
         outcome = pair.run(trial)
         assert outcome.ok and outcome.training is not None, pair.log(trial)

@@ -41,14 +41,6 @@ def feed(engine: FakeEngine, rows: Callable[[int], int], *, per_step: int = 1) -
     return measured_by(loop)
 
 
-def test_a_first_batch_that_is_short_is_refused(clock: Clock) -> None:
-    engine = attached(clock)
-    told = feed(engine, lambda batch: 3)
-    assert told.kind is OutcomeKind.INVALID
-    assert "has 3 samples, fewer than the micro batch of 4" in told.message
-    assert told.most_samples == 3 and told.smaller_may_run
-
-
 @pytest.mark.parametrize("every", [2, 5])
 def test_steps_that_are_not_full_are_not_measured(clock: Clock, every: int) -> None:
     """The last batch of an epoch is short, and quick."""

@@ -82,14 +82,22 @@ def test_trl_recomputes_all_layers_or_none(scripts: Scripts) -> None:
 
 
 SET = """
-args = arguments({own})
-kwargs = getattr(args, "activation_checkpointing_kwargs", args.gradient_checkpointing_kwargs)
-note(workers=args.dataloader_num_workers, optim=args.optim.value, kwargs=kwargs)
+def kwargs_of(own):
+    args = arguments(gradient_checkpointing_kwargs=own)
+    return getattr(args, "activation_checkpointing_kwargs", args.gradient_checkpointing_kwargs)
+
+
+args = arguments()
+note(
+    workers=args.dataloader_num_workers,
+    optim=args.optim.value,
+    kwargs=kwargs_of({"use_reentrant": False}),
+    text=kwargs_of('{"use_reentrant": false}'),
+)
 """
 
 
-@pytest.mark.parametrize("own", ["{'use_reentrant': False}", """'{"use_reentrant": false}'"""])
-def test_arguments_are_set(scripts: Scripts, own: str) -> None:
+def test_arguments_are_set(scripts: Scripts) -> None:
     """Keyword arguments may be text of the command line."""
     wanted = {
         "gradient_checkpointing": "every_2_layers",
@@ -97,10 +105,9 @@ def test_arguments_are_set(scripts: Scripts, own: str) -> None:
         "TrainingArguments.optim": "adafactor",
         "--seed": "3",
     }
-    script = ARGUMENTS + SET.format(own=f"gradient_checkpointing_kwargs={own}")
-    notes = scripts.run(script, switches=wanted).notes()
+    notes = scripts.run(ARGUMENTS + SET, switches=wanted).notes()
     assert (notes["workers"], notes["optim"]) == (2, "adafactor")
-    assert notes["kwargs"] == {"use_reentrant": False, "every_n_layers": 2}
+    assert notes["kwargs"] == notes["text"] == {"use_reentrant": False, "every_n_layers": 2}
 
 
 GROUPS = """
@@ -202,15 +209,19 @@ def trained(scripts: Scripts, script: str = "", **switches: Any) -> Ended:
     return scripts.run(text, switches=switches, micro_batch=1).well()
 
 
-@pytest.mark.parametrize("script", ["", FROZEN], ids=["whole", "LoRA"])
-def test_a_transformer_is_switched_on_and_off(scripts: Scripts, script: str) -> None:
-    """With LoRA, all but the adapters is frozen, yet gradients must reach the adapters."""
-    own = trained(scripts, script)
-    on = trained(scripts, script, gradient_checkpointing=True)
-    off = trained(
-        scripts, f"{script}\nmodel.gradient_checkpointing_enable()", gradient_checkpointing=False
-    )
-    assert [ended.notes()["passes"] for ended in (own, on, off)] == [1, 2, 1]
+@pytest.mark.parametrize(
+    ("script", "wanted", "passes"),
+    [
+        ("", True, 2),
+        (FROZEN, True, 2),  # as with LoRA: gradients must reach the adapters
+        ("model.gradient_checkpointing_enable()", False, 1),
+    ],
+    ids=["on", "LoRA", "off"],
+)
+def test_a_transformer_is_switched_on_and_off(
+    scripts: Scripts, script: str, wanted: bool, passes: int
+) -> None:
+    assert trained(scripts, script, gradient_checkpointing=wanted).notes()["passes"] == passes
 
 
 def test_a_model_of_transformers_has_its_switches(scripts: Scripts) -> None:

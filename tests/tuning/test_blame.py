@@ -14,7 +14,10 @@ INSIDE_DSAT = "an error in dsat, not in your script: KeyError"
 @pytest.mark.parametrize(
     ("failures", "words"),
     [
-        ((Failure("ERROR", {}, "rank 0: ValueError", "Traceback"),), "script's own error"),
+        (
+            (Failure("ERROR", {}, "rank 0: ValueError", "Traceback"),),
+            "your own configuration failed: rank 0: ValueError script's own error trials/baseline",
+        ),
         (
             (OOM, Failure("ERROR", {}, "rank 0: ValueError", "Traceback", before_engine=True)),
             "script's own error",
