@@ -10,13 +10,12 @@ from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 
-from packaging.version import Version
-
 from dsat.memory.facts import ModelFacts, Setup
+from dsat.values import hazards
 from dsat.values.zero_strategy import CPU
 
 PER_HOST = 8  # devices of a typical host
-_PINS_SINCE = Version("0.19.5")  # runtime/zero/offload_config.py
+_WITHOUT_PINNING = "<0.19.5"  # versions; runtime/zero/offload_config.py
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _ROUNDED = re.compile(r"\bpinned_max_(?:round_threshold|cached_size)_mb:(\d+)")
 
@@ -83,7 +82,7 @@ def is_pinned(config: Mapping[str, Any]) -> bool:
 def pins_by_default() -> bool:
     """Return whether the installed DeepSpeed pins offloaded state unless told otherwise."""
     try:
-        return Version(metadata.version("deepspeed")) >= _PINS_SINCE
+        return not hazards.is_one_of(metadata.version("deepspeed"), _WITHOUT_PINNING)
     except metadata.PackageNotFoundError:
         return True
 
