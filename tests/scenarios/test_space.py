@@ -323,6 +323,25 @@ def test_a_flag_that_the_script_does_not_know_is_withdrawn(user: User, method: s
     assert any(unknown in line for line in told.json["verdict"]), told.json["verdict"]
 
 
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("method", EACH_METHOD)
+def test_the_flag_of_the_accumulation_follows_it(user: User, method: str, is_known: bool) -> None:
+    """Such a script plans its learning rate by the flag, so that it would end too early."""
+    flag = "--grad_accum"
+    unknown = f"rank 0: train.py: error: unrecognized arguments: {flag} 1"
+    refused = Failure("ERROR", {"accumulation_flag": flag}, unknown)
+    user.world = World(accumulation_flag=flag, failures=() if is_known else (refused,))
+    user.has({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8})
+    told = user.tunes("--max-trials", 10, "--train-batch-size", "own", method=method)
+    assert told.status == 0, told.err
+    assert f"note: from now on, trials set {flag} to their accumulation steps" in told.err
+    assert (f"trials no longer set {flag}" in told.err) is not is_known
+    gas = user.best_config()["gradient_accumulation_steps"]
+    assert gas < 8
+    needs = any(f"needs {flag} {gas}" in line for line in told.json["verdict"])
+    assert needs is is_known
+
+
 def failures_with_other_batches(*, with_flag: bool) -> World:
     """Return a world with a script that compares a flag with its configuration.
 
