@@ -269,6 +269,17 @@ def test_the_flag_of_a_fixed_batch_follows_the_micro_batch(
     )
 
 
+def test_a_search_that_ends_before_it_could_use_a_flag_asks_for_more_trials(user: User) -> None:
+    others = [size for size in range(1, 1024) if size != 4]
+    where = {"micro_batch": others}
+    fixed = Failure("INVALID", where, "feeds 4 samples", fixed_batch=4, batch_flag="--bs")
+    user.world = World(failures=(fixed,))
+    user.has({"train_micro_batch_size_per_gpu": 4})
+    told = user.tunes("--max-trials", 2, "--finals", 0, method="random")
+    [said] = [line for line in told.json["verdict"] if "did not run" in line]
+    assert said.endswith("set --bs: allow more trials (--max-trials)"), said
+
+
 @pytest.mark.parametrize("method", EACH_METHOD)
 def test_another_flag_is_tried_after_one_that_changes_nothing(user: User, method: str) -> None:
     """A flag with another value than the batch no longer hides the right flag."""
