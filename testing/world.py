@@ -128,6 +128,7 @@ class World(Physics):
         sequences: shortest and longest sequence of the data, and positions of the model, in
             tokens; None if unknown.
         by_element: the optimizer treats each element of a parameter separately.
+        accumulation_flag: the script's flag that repeats the accumulation steps; empty for none.
     """
 
     at_once: int = 1
@@ -154,6 +155,7 @@ class World(Physics):
     findings: tuple[Finding, ...] = ()
     sequences: tuple[int, int, int] | None = None
     by_element: bool = True
+    accumulation_flag: str = ""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> World:
@@ -213,6 +215,7 @@ class World(Physics):
         return replace(
             self._with_noise(_with_finding(true, found), trial, found),
             profile=self.profile if trial.profiles else None,
+            accumulation_flag=self.accumulation_flag if trial.profiles else "",
             most_samples=self.samples if self.tells_samples else None,
             memory=true.memory if self.tells_memory else None,
             training=self._training(trial, found),
@@ -231,6 +234,7 @@ class World(Physics):
             "micro_batch": trial.batch.micro_batch,
             "gas": trial.batch.gas,
             "batch_flag": trial.batch_flag,
+            "accumulation_flag": trial.accumulation_flag,
         }
 
     def answer(self, config: Mapping[str, Any], switches: Mapping[str, Any] = {}) -> Outcome:

@@ -15,11 +15,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dsat.command import accelerate_env, placement, script_args, script_source
 from dsat.command import switches as script_switches
-from dsat.command.ds_config import BATCH_KEYS
 from dsat.command.placement import Launch
 from dsat.errors import UserInputError
 from dsat.values.codec import Recorded
@@ -34,7 +34,6 @@ SHELL_SYNTAX = re.compile(r"&&|\|\||[|;<>`]|\$\(|\$\{?\w")
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 DEEPSPEED, TORCHRUN = "deepspeed", "torchrun"
-_MICRO_BATCH = BATCH_KEYS[1]
 _PYTHON = re.compile(r"python(\d+(?:\.\d+)?)?")
 _JOINED_OPTIONS = re.compile(r"(-[bBdOPqsSuvx]+)([cm])")  # of python
 
@@ -96,13 +95,13 @@ class Entrypoint(Recorded):
         switches: Mapping[str, Any],
         arg_mappings: Mapping[str, str],
         *,
-        batch_flag: str = "",
+        flags: Mapping[str, str] = MappingProxyType({}),
         flag_leads: bool = False,
     ) -> Entrypoint:
         """Return this program with a trial's configuration (in the file `path`) and switches.
 
-        `batch_flag` is a further flag that gets the micro batch; empty for none. If it is missing,
-        it is added at the end, or in front with `flag_leads`.
+        `flags` are further flags that get a setting, by its key. Missing ones are added at the end,
+        or in front with `flag_leads`.
         """
 
         def adapt(own: Sequence[str]) -> tuple[str, ...]:
@@ -110,11 +109,10 @@ class Entrypoint(Recorded):
                 own = script_args.replace_config(own, path, self.config_word)
             add = self.takes_hf_flags
             args = script_args.adapt_to_trial(own, config, switches, arg_mappings, add=add)
-            if flag_leads and script_args.value_of(args, batch_flag) is None:
-                args = (batch_flag, str(config[_MICRO_BATCH]), *args)
-            if batch_flag:
-                args = script_args.rewrite(args, config, {_MICRO_BATCH: batch_flag}, add=True)
-            return args
+            for key, flag in flags.items():
+                if flag_leads and script_args.value_of(args, flag) is None:
+                    args = (flag, str(config[key]), *args)
+            return script_args.rewrite(args, config, flags, add=True)
 
         env = {**self.env, **script_switches.variables(switches)}
         binds = self.launch.binds_cores or switches.get(script_switches.BIND_CORES) is True

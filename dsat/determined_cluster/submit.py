@@ -300,7 +300,7 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         },
         config=job.remove_secrets(experiment.config),
         hparams=experiment.hparams,
-        trial=settings.trial_options(plan.own_batch.micro_batch),
+        trial=settings.trial_options(plan.own_batch),
         max_concurrent_trials=settings.max_concurrent_trials,
         max_slots=settings.max_slots,
         run_full_experiment=settings.run_full_experiment,

@@ -131,7 +131,7 @@ class Retries:
             return RetryReason.LOST
         if outcome.kind not in (OutcomeKind.ERROR, OutcomeKind.HOST_OOM):
             return None
-        if outcome.refuses(running.trial.batch_flag):
+        if outcome.refuses(*running.trial.flags.values()):
             return None
         text = f"{outcome.message}\n{outcome.detail}"
         if _REFUSED_SEGMENTS.search(text):

@@ -123,7 +123,7 @@ class StartBuilder:
                 config,
                 trial.script_args,
                 self.experiment.arg_mappings,
-                batch_flag=trial.batch_flag,
+                flags=trial.flags,
                 flag_leads=trial.flag_leads,
             )
         plan = _Plan(self, start, shares, method, program, config, tuple(free_ports(3)))

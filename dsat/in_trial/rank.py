@@ -23,13 +23,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dsat.command.ds_config import BATCH_KEYS
+from dsat.command.script_args import mappings_for
 from dsat.errors import InvalidTrial
 from dsat.in_trial import config_injection, exits, failures, loopback, meter, start_record
 from dsat.in_trial.adapters import install, trackers
 from dsat.in_trial.adapters.hf_trainer import TrainerSettings
 from dsat.in_trial.adapters.trial import TRIAL, Phase
 from dsat.in_trial.agreement import rank_and_size
-from dsat.in_trial.batches import find_batch_flag
 from dsat.in_trial.memory_limit import limit_memory, limit_to_host
 from dsat.in_trial.meter import Meter
 from dsat.in_trial.rank_files import (
@@ -43,6 +44,7 @@ from dsat.in_trial.rank_files import (
     result_file,
     write_outcome,
 )
+from dsat.in_trial.script_flags import find_accumulation_flag, find_batch_flag
 from dsat.in_trial.script_switches import ScriptSwitches
 from dsat.simulation import server
 from dsat.values import host_limits
@@ -232,6 +234,22 @@ class Rank:
             return ""
         return find_batch_flag(sys.argv[1:], own, TRIAL.script_options)
 
+    def _find_accumulation_flag(self, outcome: Outcome) -> str:
+        """Return a flag that repeats the user's accumulation; empty if trials need to set none.
+
+        Trials set the arguments of a Trainer, and flags of its name. The script must not accumulate
+        by itself.
+        """
+        spec, switches, args = self._spec, TRIAL.trainer.switches.found, sys.argv[1:]
+        facts = None if outcome.training is None else outcome.training.facts
+        if facts is None or facts.micro_steps != facts.gas or spec.meter is None:
+            return ""
+        own = facts.gas if spec.own else spec.meter.options.own_gas
+        has_arguments = any(switch.in_arguments for switch in switches.values())
+        if own is None or has_arguments or BATCH_KEYS[2] in mappings_for(args, {}):
+            return ""
+        return find_accumulation_flag(args, own, TRIAL.script_options)
+
     @property
     def is_rank(self) -> bool:
         return self._pid == os.getpid()
@@ -286,8 +304,11 @@ class Rank:
             leave(0)
 
     def _report(self, outcome: Outcome) -> None:
-        flag, (number, _) = TRIAL.script_flags.get(outcome.batch_flag), rank_and_size()
+        if outcome.profile is not None:
+            outcome = replace(outcome, accumulation_flag=self._find_accumulation_flag(outcome))
+        flag = TRIAL.script_flags.get(outcome.batch_flag or outcome.accumulation_flag)
         outcome = replace(outcome, flag_leads=flag is not None and flag.leads)
+        number, _ = rank_and_size()
         write_outcome(self._folder, number, outcome)
         if outcome.ok and number == 0:
             names = _find_libraries(self._known, self._env)

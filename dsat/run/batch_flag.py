@@ -1,4 +1,4 @@
-"""The script's flag for its micro batch, such as `--batch-size`, and whether trials use it."""
+"""The script's flags for its batch, such as `--batch-size`, and whether trials use them."""
 
 from __future__ import annotations
 
@@ -14,18 +14,22 @@ class BatchFlag:
     Such a trial trains with the flag's value instead of the configured micro batch. If it fails
     instead, perhaps because the script compares the two, the flag is a guess.
 
+    A flag for the accumulation is used from the start: scripts schedule the learning rate by it,
+    which no trial can show.
+
     Args:
         outcomes: outcomes of the run so far, by trial id.
 
     Attributes:
         name: flag that sets the micro batch in later trials; empty if there is none.
+        accumulation: flag that sets the accumulation in later trials; empty if there is none.
         is_guess: whether `name` is a guess, because no trial has shown yet that it helps.
         refused: flags that did not help, each with the message of the trial that showed it. For
             example, the script may ignore its flag too, or have a fixed accumulation.
     """
 
     def __init__(self, outcomes: Mapping[int, Outcome]) -> None:
-        self.name = ""
+        self.name = self.accumulation = ""
         self.is_guess = False
         self.refused: dict[str, str] = {}
         self._outcomes = outcomes
@@ -33,9 +37,15 @@ class BatchFlag:
         self._is_needless = False  # a trial with another micro batch ran without a flag
 
     @property
+    def names(self) -> dict[str, str]:
+        """The flags in use, each with what it sets."""
+        uses = {self.name: "micro batch", self.accumulation: "accumulation steps"}
+        return {flag: what for flag, what in uses.items() if flag}
+
+    @property
     def leads(self) -> bool:
-        """Return whether `name` must precede all other arguments."""
-        return self.name in self._leading
+        """Return whether these flags must precede all other arguments."""
+        return not self._leading.isdisjoint((self.name, self.accumulation))
 
     def update(self, trial: Trial, outcome: Outcome, own_micro_batch: int) -> None:
         flag, found, kind = trial.batch_flag, outcome.batch_flag, outcome.kind
@@ -43,7 +53,12 @@ class BatchFlag:
         is_error = kind is OutcomeKind.ERROR and is_other
         lacks_data = outcome.smaller_may_run and outcome.fixed_batch is None
         is_invalid = kind is OutcomeKind.INVALID and not lacks_data
-        self._leading |= {each.batch_flag for each in (trial, outcome) if each.flag_leads}
+        for each in (trial, outcome):
+            if each.flag_leads:
+                self._leading |= {each.batch_flag, each.accumulation_flag} - {""}
+        self.accumulation = outcome.accumulation_flag or self.accumulation
+        if outcome.refuses(trial.accumulation_flag):
+            self.accumulation = ""
         if flag and (is_invalid or outcome.refuses(flag) or (is_error and self.is_guess)):
             self.refused.setdefault(flag, outcome.message)
         if self.name in self.refused:
@@ -66,7 +81,7 @@ class BatchFlag:
         The other flag must be one that the script does not know.
         """
         outcome = self._outcomes.get(trial.id)
-        if outcome is not None and outcome.refuses(trial.batch_flag):
+        if outcome is not None and outcome.refuses(*trial.flags.values()):
             return True
         if outcome is None or outcome.ok or not self.name or trial.batch_flag == self.name:
             return False

@@ -55,7 +55,7 @@ class Decisions:
         self._next: Step | None = None
 
     def apply(self, event: Mapping[str, Any]) -> None:
-        self._next, flag = None, self.run.batch_flag.name
+        self._next, flags = None, self.run.batch_flag.names
         self.run.apply(event)
         if event["event"] not in (EVENT_EARLIER, EVENT_FINISHED):
             return
@@ -63,7 +63,7 @@ class Decisions:
         trial = event["trial"] if "trial" in event else self.run.trials[event["trial_id"]]
         if trial.profiles:
             self._profiling.update(trial, outcome)
-        is_other = self.run.batch_flag.name != flag
+        is_other = self.run.batch_flag.names != flags
         if is_other or outcome.fixed_batch is not None or outcome.batch_flag:
             self._searching = None  # rebuild it with other micro batches or flag
 

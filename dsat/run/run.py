@@ -33,7 +33,7 @@ class Run:
         repeat: second trial of the user's own configuration, in a run without finals.
         leader: best trial before the finals whose batch sizes the plan admits; may be the user's.
         finals: finals after the search; None before, without finals, or once the search resumed.
-        batch_flag: the script's flag for its micro batch.
+        batch_flag: the script's flags for its micro batch and its accumulation.
         repeated: by id of a final or repeat, the id of the trial that it runs again.
         profiled: outcome of the latest trial that was to profile the model; it may have failed.
         disqualified: by trial id, why a configuration of the finals is excluded although it ran.

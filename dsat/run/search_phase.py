@@ -70,8 +70,8 @@ class SearchPhase:
             known = self._equal_trial(trial.overrides, trial.script_args)
             if known is None and self._plan.admits(trial.batch):
                 made = self._make(trial.overrides, trial.batch, trial.script_args)
-                flag, leads = trial.batch_flag, trial.flag_leads
-                yield replace(made, batch_flag=flag, flag_leads=leads), each
+                given = ("batch_flag", "accumulation_flag", "flag_leads")
+                yield replace(made, **{name: getattr(trial, name) for name in given}), each
 
     def predicted(self, trial: Trial) -> float | None:
         """Return the search's prediction of a trial's log value; None if it has none."""

@@ -51,6 +51,7 @@ def make_trial(
         longest_s=run.longest_s(kind) if kind in _LIMITED else None,
         own_steps=_own_steps(run),
         batch_flag=run.batch_flag.name,
+        accumulation_flag=run.batch_flag.accumulation,
         flag_leads=run.batch_flag.leads,
     )
 

@@ -136,8 +136,10 @@ def advise_script(run: Run, best: Trial) -> list[str]:
         for name, shown in hide_secrets_in_values(best.script_args).items()
         if own.get(name) != best.script_args[name]
     ]
-    if best.batch_flag and best.batch.micro_batch != run.plan.own_batch.micro_batch:
-        how.append(f"{best.batch_flag} {best.batch.micro_batch}")
+    sizes, own_sizes = best.batch.config(), run.plan.own_batch.config()
+    how += [
+        f"{flag} {sizes[key]}" for key, flag in best.flags.items() if sizes[key] != own_sizes[key]
+    ]
     how += [
         switches.OF_CODE[text].format(best.batch) for text in warnings if text in switches.OF_CODE
     ]

@@ -31,6 +31,7 @@ class Narrator(Observer):
     def __init__(self, say: Callable[[Kind, str], None]) -> None:
         self._say = say
         self._warned: set[str] = set()
+        self._told_flags: dict[str, str] = {}
 
     def started(self, run: Run, trial: Trial) -> None:
         """Log that a trial profiles the model, which may take minutes."""
@@ -39,7 +40,7 @@ class Narrator(Observer):
             self._say(Kind.TRIAL, text)
 
     def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
-        """Log new warnings, facts about a profiled model, the result, and a new batch flag."""
+        """Log new warnings, facts about a profiled model, the result, and new flags."""
         new = [text for text in dict.fromkeys(outcome.warnings) if text not in self._warned]
         self._warned.update(new)
         for text in new:
@@ -49,13 +50,13 @@ class Narrator(Observer):
             self._say(kind, text)
         if outcome.profile is None or trial.kind is not TrialKind.PROFILE:
             self._say(kind, _describe_trial(run, trial, outcome))
-        flag = run.batch_flag.name
-        if flag and flag not in self._warned:
-            self._warned.add(flag)
-            self._say(Kind.RUN, f"note: from now on, trials set {flag} to their micro batch")
-        for refused in run.batch_flag.refused.keys() & self._warned:
-            self._warned.discard(refused)
-            self._say(Kind.RUN, f"note: trials no longer set {refused} to their micro batch")
+        flags = run.batch_flag.names
+        for flag in flags.keys() - self._told_flags.keys():
+            self._say(Kind.RUN, f"note: from now on, trials set {flag} to their {flags[flag]}")
+        for flag in self._told_flags.keys() - flags.keys():
+            what = self._told_flags[flag]
+            self._say(Kind.RUN, f"note: trials no longer set {flag} to their {what}")
+        self._told_flags = flags
 
     def began(self, run: Run, forecast: Forecast | None) -> None:
         """Log the memory that each strategy needs, or that predictions are disabled."""

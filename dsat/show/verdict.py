@@ -212,6 +212,10 @@ def _describe_failures(run: Run) -> list[str]:
         return []
     endings = Counter(fmt.outcome(outcome, run.plan.metric) for outcome in searched)
     [(most, count)] = endings.most_common(1)
+    tried = (trial for trial in run.trials.values() if trial.kind is TrialKind.SEARCH)
+    flag = run.batch_flag.name
+    if flag and all(run.batch_flag.supersedes(trial) for trial in tried):
+        most += f". Further trials would set {flag}: allow more trials (--max-trials)"
     if len(searched) == 1:
         return [f"the only other configuration did not run: {most}"]
     return [f"none of the {len(searched)} other configurations ran. {count} failed with {most}"]

@@ -276,7 +276,7 @@ def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
         ready.hosts,
         folder,
         LocalOptions(
-            settings.trial_options(ready.plan.own_batch.micro_batch),
+            settings.trial_options(ready.plan.own_batch),
             cold=settings.cold,
             seed=settings.seed,
         ),

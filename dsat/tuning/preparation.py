@@ -149,7 +149,7 @@ def _prepare(
         in_use = accelerators.variables_of_memory_in_use()  # by other processes than the command
         shown = shlex.join(hide_secrets_in_words(settings.command))
         _log.info("running your command as it is: %s", shown)
-        first = source.first_run(settings.trial_options(1), settings.slots)
+        first = source.first_run(settings.trial_options(), settings.slots)
         acquired.callback(first.close)
         source = source.complete_from_record(first)
     elif is_recorded or source.unknown:

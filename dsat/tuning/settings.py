@@ -37,7 +37,7 @@ from dsat.prepare.target import Target
 from dsat.space.deepspeed_settings import SETTING_NAMES
 from dsat.space.plan import BY_SIMULATION, MEMORY_MODELS
 from dsat.values.objective import METRIC_NAMES
-from dsat.values.trial import TrialOptions
+from dsat.values.trial import BatchTriple, TrialOptions
 
 TUNE, RUN = "tune", "run"  # commands with an option `--method`
 DEFAULT_METHOD = "model"
@@ -359,14 +359,15 @@ class Settings(Target):
         """Return the flag, keyword or key that set a setting; by default its flag."""
         return self.given.get(setting) or _FLAGS[setting]
 
-    def trial_options(self, own_micro_batch: int) -> TrialOptions:
+    def trial_options(self, own: BatchTriple | None = None) -> TrialOptions:
         return TrialOptions(
             timeout_s=self.trial_timeout_s,
             start_step=self.start_profile_step,
             end_step=self.end_profile_step,
             max_steps=self.max_profile_steps,
             slot_memory_bytes=self.slot_memory_bytes,
-            own_micro_batch=own_micro_batch,
+            own_micro_batch=None if own is None else own.micro_batch,
+            own_gas=None if own is None else own.gas,
         )
 
 

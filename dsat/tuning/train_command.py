@@ -122,7 +122,7 @@ def _base_words(
         config,
         best.script_args,
         mappings,
-        batch_flag=best.batch_flag,
+        flags=best.flags,
         flag_leads=best.flag_leads,
     )
     args, program = tuned.args, replace(program, launch=tuned.launch)

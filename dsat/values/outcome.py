@@ -289,7 +289,9 @@ class Outcome(Recorded):
             batch; None if it follows the configuration, or unknown.
         batch_flag: the script's flag that sets `fixed_batch`, such as `--batch-size`; empty if
             none. After an error: a flag that kept the user's micro batch, unlike the trial.
-        flag_leads: whether `batch_flag` must precede all other arguments, because the script has
+        accumulation_flag: in the trial that profiles, the script's flag that repeats the user's
+            accumulation steps, such as `--grad_accum`; empty if none.
+        flag_leads: whether these flags must precede all other arguments, because the script has
             subcommands.
         step_ms: latency of each measured step on the slowest rank, in ms.
         training: None for a trial that measured nothing.
@@ -312,6 +314,7 @@ class Outcome(Recorded):
     most_samples: int | None = None
     fixed_batch: int | None = None
     batch_flag: str = ""
+    accumulation_flag: str = ""
     flag_leads: bool = False
     step_ms: tuple[float, ...] = ()
     training: TrainingCurve | None = None
@@ -331,10 +334,10 @@ class Outcome(Recorded):
     def ok(self) -> bool:
         return self.kind is OutcomeKind.OK
 
-    def refuses(self, flag: str) -> bool:
+    def refuses(self, *flags: str) -> bool:
         """Return whether the trial failed because the script's parser does not know a flag."""
         unknown = self.message.partition("error: unrecognized arguments: ")[2].split()
-        return self.kind is OutcomeKind.ERROR and flag in unknown
+        return self.kind is OutcomeKind.ERROR and not set(flags).isdisjoint(unknown)
 
     def describe(self, subject: str) -> str:
         """Return a sentence: `the profile trial timed out: no result after 10 s`."""

@@ -79,6 +79,8 @@ class TrialOptions(Recorded):
         slot_memory_bytes: memory that a device may use, if less than it has.
         own_micro_batch: micro batch of the user's own configuration, by which a rank recognises a
             script that ignores its trial's configuration; None if unknown.
+        own_gas: accumulation steps of the user's own configuration, by which a rank recognises the
+            script's flag for them; None if unknown.
         warm_up_s, measured_s: minimum durations on an accelerator, whose clock rates change with
             the load.
     """
@@ -89,6 +91,7 @@ class TrialOptions(Recorded):
     max_steps: int = 20
     slot_memory_bytes: int | None = None
     own_micro_batch: int | None = None
+    own_gas: int | None = None
     warm_up_s: float = 1.0
     measured_s: float = 2.0
 
@@ -128,7 +131,8 @@ class Trial(KnownBefore, Recorded):
         lineage, note: `arm` and `note` of the search's `Proposal`.
         predicted_bytes: predicted peak memory of a device; None without a prediction.
         batch_flag: flag of the script that must also get the micro batch; empty if none.
-        flag_leads: whether `batch_flag` must precede all other arguments.
+        accumulation_flag: flag that must also get the accumulation steps; empty if none.
+        flag_leads: whether these flags must precede all other arguments.
     """
 
     id: int
@@ -143,7 +147,17 @@ class Trial(KnownBefore, Recorded):
     note: Mapping[str, int] = field(default_factory=dict)
     predicted_bytes: int | None = None
     batch_flag: str = ""
+    accumulation_flag: str = ""
     flag_leads: bool = False
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """The script's flags that must also get a batch size, by DeepSpeed's key."""
+        found = {
+            "train_micro_batch_size_per_gpu": self.batch_flag,
+            "gradient_accumulation_steps": self.accumulation_flag,
+        }
+        return {key: flag for key, flag in found.items() if flag}
 
     @property
     def profiles(self) -> bool:

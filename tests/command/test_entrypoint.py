@@ -259,20 +259,22 @@ def test_a_script_that_reads_its_arguments_from_a_file_gets_no_flags(
 def test_the_flag_of_the_micro_batch_follows_it(flag: str, args: str) -> None:
     program = Entrypoint("train.py", args=("--batch-size", "4", "--epochs", "3"))
     config = {"train_micro_batch_size_per_gpu": 8}
-    assert program.use_config("x.json", config, {}, {}, batch_flag=flag).args == (*args.split(),)
+    flags = {"train_micro_batch_size_per_gpu": flag} if flag else {}
+    assert program.use_config("x.json", config, {}, {}, flags=flags).args == (*args.split(),)
 
 
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("train --lr 1", "--batch-size 8 train --lr 1"),
-        ("--batch-size=4 train", "--batch-size=8 train"),
+        ("train --lr 1", "--accum 2 --batch-size 8 train --lr 1"),
+        ("--batch-size=4 train", "--accum 2 --batch-size=8 train"),
     ],
 )
 def test_a_flag_that_subcommands_do_not_know_is_added_in_front(before: str, after: str) -> None:
     program = Entrypoint("train.py", args=tuple(before.split()))
-    config = {"train_micro_batch_size_per_gpu": 8}
-    found = program.use_config("x.json", config, {}, {}, batch_flag="--batch-size", flag_leads=True)
+    config = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2}
+    flags = dict(zip(config, ("--batch-size", "--accum"), strict=True))
+    found = program.use_config("x.json", config, {}, {}, flags=flags, flag_leads=True)
     assert found.args == tuple(after.split())
 
 

@@ -83,6 +83,29 @@ def test_an_error_names_the_flag_that_has_the_users_micro_batch(tmp_path: Path) 
             assert (found.kind, found.batch_flag) == (OutcomeKind.ERROR, flag), found
 
 
+ACCUMULATES = """
+parser = argparse.ArgumentParser()
+parser.add_argument("--accum", type=int, default=2)
+parser.parse_known_args()
+engine = make_engine()
+if BY_ITSELF:
+    own, counts = engine.step, itertools.cycle([False, True])
+    engine.step = lambda: own() if next(counts) else None
+train(engine)
+"""
+
+
+def test_the_trial_that_profiles_names_the_flag_that_has_the_users_accumulation(
+    tmp_path: Path,
+) -> None:
+    """A script that skips `engine.step` keeps its global batch only while its flag is kept."""
+    with scripts_in(tmp_path, own_gas=2) as scripts:
+        for by_itself, gas, flag in ((False, 2, "--accum"), (False, 1, "--accum"), (True, 2, "")):
+            script = f"import itertools\nBY_ITSELF = {by_itself}\n{ACCUMULATES}"
+            ended = scripts.run(script, gas=gas, kind=TrialKind.PROFILE).well()
+            assert ended.outcome.accumulation_flag == flag, ended.outcome
+
+
 BESIDE = """
 starts = FOLDER.parents[2] / f"starts{own_config()['number']}"
 with open(os.open(starts, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "a") as file:

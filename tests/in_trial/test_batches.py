@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from dsat.in_trial.batches import UNCOUNTED, LeafFinder, find_batch_flag, is_about
+from dsat.in_trial.batches import UNCOUNTED, LeafFinder, is_about
 from dsat.in_trial.measurement import SHORT_BATCHES
 from dsat.values.outcome import Outcome, OutcomeKind, SequenceLengths
 from testing.metered import Clock, FakeEngine, attach, measured_by
@@ -252,41 +252,6 @@ def test_batches_smaller_than_the_own_micro_batch_are_counted(clock: Clock) -> N
     assert "has 3 samples, fewer than the micro batch of 8" in warning and is_about(warning)
     assert told.metrics is not None
     assert told.metrics.throughput == pytest.approx(3 / 0.010)
-
-
-LIKELIEST = "data.per_device_train_batch_size"
-
-
-@pytest.mark.parametrize(
-    ("args", "options", "flag"),
-    [
-        (["--epochs", "3", "--batch_size", "7"], {}, "--batch_size"),
-        (["--eval_batch_size", "7", "--train.batch=7"], {}, "--train.batch"),
-        (["--eval_batch_size", "7", "--train.batch=8"], {}, ""),  # of all devices, perhaps
-        (["model.width=7", "train.batch_size=7"], {}, "train.batch_size"),
-        (["--bs", "7"], {}, "--bs"),
-        (["-b", "7"], {}, "-b"),
-        (["-k", "7"], {}, ""),
-        (["--micro-bsz=7"], {}, "--micro-bsz"),
-        (["--obs", "7"], {}, ""),
-        (["--batch-size"], {}, ""),
-        # Declared with this default, and not given.
-        ([], {"--lr": 7, "--batch-log": None, "--micro-batch-size": 7}, "--micro-batch-size"),
-        (["--batch-log", "9"], {"--batch-log": None, "--micro_batch": 7}, "--micro_batch"),
-        (["--micro_batch", "9"], {"--micro_batch": 7}, ""),
-        ([], {"--eval_batch_size": 7}, ""),
-        # Flags of something else, and less likely ones, although they come first.
-        (["--val_batch_size", "7", "--batch_size", "7"], {}, "--batch_size"),
-        (["--log_every_n_batches", "7", "--gen-batch=7"], {"--batch_size": 7}, "--batch_size"),
-        (["--max_batches", "7", "--loader_batch", "7"], {}, "--loader_batch"),
-        (["--loader_batch=7", "data.per_device_train_batch_size=7"], {}, LIKELIEST),
-        (["--max_batches", "7"], {}, "--max_batches"),
-    ],
-)
-def test_the_flag_of_the_batch_size_is_one_that_the_script_has(
-    args: list[str], options: dict[str, Any], flag: str
-) -> None:
-    assert find_batch_flag(args, 7, options) == flag
 
 
 def test_half_of_a_fixed_batch_is_no_batch_of_pairs(clock: Clock) -> None:

@@ -269,6 +269,17 @@ def test_the_flag_of_a_fixed_batch_follows_the_micro_batch(
     )
 
 
+def test_a_search_that_ends_before_it_could_use_a_flag_asks_for_more_trials(user: User) -> None:
+    others = [size for size in range(1, 1024) if size != 4]
+    where = {"micro_batch": others}
+    fixed = Failure("INVALID", where, "feeds 4 samples", fixed_batch=4, batch_flag="--bs")
+    user.world = World(failures=(fixed,))
+    user.has({"train_micro_batch_size_per_gpu": 4})
+    told = user.tunes("--max-trials", 2, "--finals", 0, method="random")
+    [said] = [line for line in told.json["verdict"] if "did not run" in line]
+    assert said.endswith("set --bs: allow more trials (--max-trials)"), said
+
+
 @pytest.mark.parametrize("method", EACH_METHOD)
 def test_another_flag_is_tried_after_one_that_changes_nothing(user: User, method: str) -> None:
     """A flag with another value than the batch no longer hides the right flag."""
@@ -321,6 +332,25 @@ def test_a_flag_that_the_script_does_not_know_is_withdrawn(user: User, method: s
     assert len(ran) > 1 and {trial["batch"]["micro_batch"] for trial in ran} == {4}
     assert f"note: trials no longer set {flag} to their micro batch" in told.err
     assert any(unknown in line for line in told.json["verdict"]), told.json["verdict"]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("method", EACH_METHOD)
+def test_the_flag_of_the_accumulation_follows_it(user: User, method: str, is_known: bool) -> None:
+    """Such a script plans its learning rate by the flag, so that it would end too early."""
+    flag = "--grad_accum"
+    unknown = f"rank 0: train.py: error: unrecognized arguments: {flag} 1"
+    refused = Failure("ERROR", {"accumulation_flag": flag}, unknown)
+    user.world = World(accumulation_flag=flag, failures=() if is_known else (refused,))
+    user.has({"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 8})
+    told = user.tunes("--max-trials", 10, "--train-batch-size", "own", method=method)
+    assert told.status == 0, told.err
+    assert f"note: from now on, trials set {flag} to their accumulation steps" in told.err
+    assert (f"trials no longer set {flag}" in told.err) is not is_known
+    gas = user.best_config()["gradient_accumulation_steps"]
+    assert gas < 8
+    needs = any(f"needs {flag} {gas}" in line for line in told.json["verdict"])
+    assert needs is is_known
 
 
 def failures_with_other_batches(*, with_flag: bool) -> World:
