@@ -7,11 +7,14 @@ table of cards (`dsat.search.cards`) and the search's physical model (`dsat.sear
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from dsat.command import ds_config
+from dsat.command.value_lists import split
 from dsat.errors import UserInputError
 from dsat.prepare.simulated_model import simulate
 from dsat.projecting.options import ProjectSettings
@@ -59,17 +62,28 @@ def project(settings: ProjectSettings) -> Projection:
     with simulate(settings) as model:
         trials = [] if past is None else past.run.trials.values()
         accumulates = any(trial.batch.gas > 1 for trial in trials)
-        total = settings.train_batch_size
-        if total is not None or not settings.has_own:  # then batch sizes are dsat's
-            batch = {} if total is None else {ds_config.BATCH_KEYS[0]: total}
-            others = {k: v for k, v in model.config.items() if k not in ds_config.BATCH_KEYS}
-            model = replace(model, config={**others, **batch})
+        others = {k: v for k, v in model.config.items() if k not in ds_config.BATCH_KEYS}
+        sizes = _batch_sizes(settings, model.config)
+        model = replace(model, config={**others, **sizes})
         traced = trace(model, count, choose, accumulates=accumulates)
     network = None if settings.network is None else 1e9 / 8 * settings.network
     projector = Projector(traced, card, network)
     if past is not None:
         projector.calibrate(past)
     return replace(projector.projection(model.name, settings), dtype=model.dtype)
+
+
+def _batch_sizes(settings: ProjectSettings, config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the batch sizes that the user gave; `config` is the completed configuration.
+
+    A model's configuration is completed with a micro batch of 1, which the user did not choose.
+    """
+    if settings.train_batch_size is not None:
+        return {ds_config.BATCH_KEYS[0]: settings.train_batch_size}
+    if settings.model is not None:
+        path = settings.ds_config
+        config = {} if path is None else split(ds_config.read(path), where=str(path))[0]
+    return {key: config[key] for key in ds_config.BATCH_KEYS if isinstance(config.get(key), int)}
 
 
 def _check_slots(traced: Traced, count: int) -> None:

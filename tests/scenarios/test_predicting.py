@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import dsat
+from dsat.command.ds_config import BATCH_KEYS
 from testing import warm_command, warm_host
 from testing.scenarios import User
 from testing.started import Told
@@ -285,6 +286,28 @@ def test_a_projection_has_16384_tokens_a_gpu_by_default(user: User) -> None:
     assert told.json["dtype"] == "bf16"
     rows = told.json["best"]["8"]
     assert {row["train_batch_size"] for row in rows} == {8 * 16_384 // 128}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported")
+@pytest.mark.parametrize(
+    ("config", "options", "batch"),
+    [
+        pytest.param(dict.fromkeys(BATCH_KEYS, "auto"), (), (1024, 1, 128), id="the default"),
+    ],
+)
+def test_a_projection_has_the_batch_that_the_user_gives(
+    config: dict[str, Any], options: tuple[Any, ...], batch: tuple[int, int, int], user: User
+) -> None:
+    (user.folder / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    (user.folder / "ds.json").write_text(json.dumps(config), encoding="utf-8")
+    words = ("--model", "config.json", "--ds-config", "ds.json", "--seq-length", 128, "--json")
+    told = user.types("project", *words, *options)
+    assert told.status == 0, told.err
+    own = next(row for row in told.json["own"] if row["cards"] == 8)
+    assert (own["train_batch_size"], own["micro_batch"]) == batch[:2]
+    assert own["gradient_accumulation_steps"] == batch[2]
+    assert {row["train_batch_size"] for row in told.json["best"]["8"]} == {batch[0]}
 
 
 @pytest.mark.slow
