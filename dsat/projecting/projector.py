@@ -6,6 +6,7 @@ table of cards (`dsat.search.cards`) and the search's physical model (`dsat.sear
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -77,13 +78,19 @@ def _batch_sizes(settings: ProjectSettings, config: Mapping[str, Any]) -> dict[s
     """Return the batch sizes that the user gave; `config` is the completed configuration.
 
     A model's configuration is completed with a micro batch of 1, which the user did not choose.
+    `--train-batch-size` keeps the micro batch, or else the accumulation steps, if it is divisible.
     """
-    if settings.train_batch_size is not None:
-        return {ds_config.BATCH_KEYS[0]: settings.train_batch_size}
     if settings.model is not None:
         path = settings.ds_config
         config = {} if path is None else split(ds_config.read(path), where=str(path))[0]
-    return {key: config[key] for key in ds_config.BATCH_KEYS if isinstance(config.get(key), int)}
+    sizes = {key: config[key] for key in ds_config.BATCH_KEYS if isinstance(config.get(key), int)}
+    wanted = settings.train_batch_size
+    if wanted is None:
+        return sizes
+    total, *others = ds_config.BATCH_KEYS
+    groups = parallelism_of(config).data(settings.to[0])
+    divides = (key for key in others if key in sizes and wanted % (groups * sizes[key]) == 0)
+    return {total: wanted, **{key: sizes[key] for key in itertools.islice(divides, 1)}}
 
 
 def _check_slots(traced: Traced, count: int) -> None:
