@@ -88,9 +88,11 @@ def _batch_sizes(settings: ProjectSettings, config: Mapping[str, Any]) -> dict[s
     if wanted is None:
         return sizes
     total, *others = ds_config.BATCH_KEYS
-    groups = parallelism_of(config).data(settings.to[0])
+    shared = parallelism_of(config)
+    groups = shared.data(settings.to[0])
     divides = (key for key in others if key in sizes and wanted % (groups * sizes[key]) == 0)
-    return {total: wanted, **{key: sizes[key] for key in itertools.islice(divides, 1)}}
+    kept = {key: sizes[key] for key in itertools.islice(divides, 1)}
+    return {total: wanted * shared.tensor, **kept}  # AutoTP divides it; see `resolve_batch`
 
 
 def _check_slots(traced: Traced, count: int) -> None:
@@ -103,7 +105,7 @@ def _check_slots(traced: Traced, count: int) -> None:
             where="--to",
         )
     if not traced.gas(count, 1):
-        total = traced.base[ds_config.BATCH_KEYS[0]]
+        total = traced.global_batch(count)
         raise UserInputError(
             f"{count} GPUs cannot share your global batch of {total} samples evenly",
             where="--to",

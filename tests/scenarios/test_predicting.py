@@ -37,6 +37,7 @@ TINY = {
 }
 OWN_BATCH = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
 TOTAL = ("--to", "8xH100", "--train-batch-size")
+AUTOTP = {"tensor_parallel": {"autotp_size": 2}}
 AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
 MIDDLE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
 
@@ -298,6 +299,7 @@ def test_a_projection_has_16384_tokens_a_gpu_by_default(user: User) -> None:
         pytest.param(dict.fromkeys(BATCH_KEYS, "auto"), (), (1024, 1, 128), id="the default"),
         pytest.param(OWN_BATCH, (*TOTAL, 1024), (1024, 4, 32), id="of the option"),
         pytest.param(OWN_BATCH, (*TOTAL, 48), (48, 3, 2), id="without its micro batch"),
+        pytest.param(OWN_BATCH | AUTOTP, (*TOTAL, 512), (512, 4, 32), id="of the option with AutoTP"),
     ],
 )
 def test_a_projection_has_the_batch_that_the_user_gives(
