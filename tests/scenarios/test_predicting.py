@@ -299,7 +299,9 @@ def test_a_projection_has_16384_tokens_a_gpu_by_default(user: User) -> None:
         pytest.param(dict.fromkeys(BATCH_KEYS, "auto"), (), (1024, 1, 128), id="the default"),
         pytest.param(OWN_BATCH, (*TOTAL, 1024), (1024, 4, 32), id="of the option"),
         pytest.param(OWN_BATCH, (*TOTAL, 48), (48, 3, 2), id="without its micro batch"),
-        pytest.param(OWN_BATCH | AUTOTP, (*TOTAL, 512), (512, 4, 32), id="of the option with AutoTP"),
+        pytest.param(
+            OWN_BATCH | AUTOTP, (*TOTAL, 512), (512, 4, 32), id="of the option with AutoTP"
+        ),
     ],
 )
 def test_a_projection_has_the_batch_that_the_user_gives(
