@@ -293,6 +293,16 @@ def test_a_projection_has_16384_tokens_a_gpu_by_default(user: User) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("imported")
+def test_the_longest_sequence_of_a_speech_decoder_has_its_positions(user: User) -> None:
+    sizes = {"d_model": 384, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 52_000}
+    config = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}
+    words = ("--slots", 1, "--slot-memory", "80GiB", "--formula")
+    found = estimate(user, {**config, **sizes, "max_target_positions": 96}, *words)
+    assert {96} == {t for line in found.json["lines"] for t in line["longest_sequence"].values()}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize(
     ("config", "options", "batch"),
     [
