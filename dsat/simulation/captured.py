@@ -183,8 +183,7 @@ class ModuleSnapshot:
         whole_ones = {
             id(t) for module, *_, t in self._places if not isinstance(module, torch.nn.Linear)
         }
-        kept = [f for key, f in self._forms.items() if f.is_parameter and key in whole_ones]
-        trained_kept = [math.prod(form.shape) for form in kept if form.requires_grad]
+        kept = [form for key, form in self._forms.items() if key in whole_ones]
         trained = sorted(math.prod(form.shape) for form in forms if form.requires_grad)
         up_to, whole = zip(trained, itertools.accumulate(trained), strict=True), sum(trained)
         return {
@@ -192,9 +191,7 @@ class ModuleSnapshot:
             "trainable_params": whole,
             "largest_param": max(trained, default=0),
             "usual_param": next((size for size, total in up_to if 2 * total >= whole), 0),
-            "kept_params": sum(math.prod(form.shape) for form in kept),
-            "kept_trainable": sum(trained_kept),
-            "largest_kept": max(trained_kept, default=0),
+            "kept_params": sum(math.prod(form.shape) for form in kept if form.is_parameter),
         }
 
 
