@@ -349,10 +349,13 @@ def _is_of_ids(tensor: torch.Tensor) -> bool:
     return is_integer and not tensor.is_nested and tensor.dim() == 2 and max(tensor.shape) > 1
 
 
+def positions_of(config: Any) -> int:
+    """Return the positions in a transformers configuration, or in its speech decoder; 0 if none."""
+    most = getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", 0))
+    return most if isinstance(most, int) else 0
+
+
 def longest_of(model: Any) -> int:
-    """Return a transformers model's `max_position_embeddings`, also if wrapped; 0 if none."""
-    for module in model.modules():
-        most = getattr(getattr(module, "config", None), "max_position_embeddings", None)
-        if isinstance(most, int) and most > 0:
-            return most
-    return 0
+    """Return the positions of a transformers model, also if wrapped; 0 if it has none."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    return next(filter(None, map(positions_of, configs)), 0)

@@ -24,6 +24,8 @@ class ModelFacts:
         largest_param: elements of the largest trained parameter; 0 if unknown.
         usual_param: elements of the parameter that holds the median trained element, if parameters
             are ordered by size; 0 if unknown.
+        kept_params: those of `num_params` that AutoTP does not divide, such as embeddings; 0 if
+            unknown.
         forward_bytes_per_sample: peak of activations in the forward pass, including the loss.
         backward_bytes_per_sample: peak of activations in the backward pass, without gradients of
             parameters.
@@ -54,6 +56,7 @@ class ModelFacts:
     param_bytes: int = 2
     uses_zero_init: bool = True
     hidden_size: int | None = None
+    kept_params: int = 0
 
     @classmethod
     def of_profile(cls, profile: ModelProfile) -> ModelFacts:
@@ -83,9 +86,18 @@ class ModelFacts:
 
     def divided(self, shared: Parallelism) -> ModelFacts:
         """Return one slot's share under tensor and sequence parallelism."""
-        sizes = ("num_params", "trainable_params", "largest_param", "usual_param")
-        of_slot = {name: getattr(self, name) // shared.tensor for name in sizes}
-        return replace(self.scaled(shared.activations_kept), **of_slot)
+
+        def of_slot(size: int) -> int:
+            kept = min(size, self.kept_params)  # if parts are frozen, at most
+            return kept + (size - kept) // shared.tensor
+
+        return replace(
+            self.scaled(shared.activations_kept),
+            num_params=of_slot(self.num_params),
+            trainable_params=of_slot(self.trainable_params),
+            largest_param=of_slot(self.largest_param),
+            usual_param=self.usual_param // shared.tensor,
+        )
 
 
 @dataclass(frozen=True)

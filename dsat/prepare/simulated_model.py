@@ -134,7 +134,7 @@ def warn_of_length(settings: ModelSettings, script: ScriptFacts) -> None:
     length, limit = settings.seq_length, script.model_takes
     if length is not None and 0 < limit < length:
         _log.warning(
-            "--seq-length %s is more than the model's %s positions (max_position_embeddings)",
+            "--seq-length %s is more than the model's %s positions",
             f"{length:,}",
             f"{limit:,}",
         )

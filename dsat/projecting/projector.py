@@ -6,12 +6,16 @@ table of cards (`dsat.search.cards`) and the search's physical model (`dsat.sear
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from dsat.command import ds_config
+from dsat.command.value_lists import split
 from dsat.errors import UserInputError
 from dsat.prepare.simulated_model import simulate
 from dsat.projecting.options import ProjectSettings
@@ -59,17 +63,36 @@ def project(settings: ProjectSettings) -> Projection:
     with simulate(settings) as model:
         trials = [] if past is None else past.run.trials.values()
         accumulates = any(trial.batch.gas > 1 for trial in trials)
-        total = settings.train_batch_size
-        if total is not None or not settings.has_own:  # then batch sizes are dsat's
-            batch = {} if total is None else {ds_config.BATCH_KEYS[0]: total}
-            others = {k: v for k, v in model.config.items() if k not in ds_config.BATCH_KEYS}
-            model = replace(model, config={**others, **batch})
+        others = {k: v for k, v in model.config.items() if k not in ds_config.BATCH_KEYS}
+        sizes = _batch_sizes(settings, model.config)
+        model = replace(model, config={**others, **sizes})
         traced = trace(model, count, choose, accumulates=accumulates)
     network = None if settings.network is None else 1e9 / 8 * settings.network
     projector = Projector(traced, card, network)
     if past is not None:
         projector.calibrate(past)
     return replace(projector.projection(model.name, settings), dtype=model.dtype)
+
+
+def _batch_sizes(settings: ProjectSettings, config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the batch sizes that the user gave; `config` is the completed configuration.
+
+    A model's configuration is completed with a micro batch of 1, which the user did not choose.
+    `--train-batch-size` keeps the micro batch, or else the accumulation steps, if it is divisible.
+    """
+    if settings.model is not None:
+        path = settings.ds_config
+        config = {} if path is None else split(ds_config.read(path), where=str(path))[0]
+    sizes = {key: config[key] for key in ds_config.BATCH_KEYS if isinstance(config.get(key), int)}
+    wanted = settings.train_batch_size
+    if wanted is None:
+        return sizes
+    total, *others = ds_config.BATCH_KEYS
+    shared = parallelism_of(config)
+    groups = shared.data(settings.to[0])
+    divides = (key for key in others if key in sizes and wanted % (groups * sizes[key]) == 0)
+    kept = {key: sizes[key] for key in itertools.islice(divides, 1)}
+    return {total: wanted * shared.tensor, **kept}  # AutoTP divides it; see `resolve_batch`
 
 
 def _check_slots(traced: Traced, count: int) -> None:
@@ -82,7 +105,7 @@ def _check_slots(traced: Traced, count: int) -> None:
             where="--to",
         )
     if not traced.gas(count, 1):
-        total = traced.base[ds_config.BATCH_KEYS[0]]
+        total = traced.global_batch(count)
         raise UserInputError(
             f"{count} GPUs cannot share your global batch of {total} samples evenly",
             where="--to",

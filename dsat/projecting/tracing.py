@@ -88,18 +88,21 @@ class Traced:
         """Return the samples of an optimizer step, the same for all strategies.
 
         If the configuration has no batch sizes, each data-parallel group gets the smallest power of
-        two of samples that has 16,384 tokens; 32 samples if they are not sequences.
+        two of samples that has 16,384 tokens for each of its slots; 32 samples for each slot if
+        they are not sequences.
         """
         total, *of_device = (self.base.get(key) for key in ds_config.BATCH_KEYS)
         if isinstance(total, int):
             return total // self.parallelism.tensor  # AutoTP divides it; see `resolve_batch`
         given = [size for size in of_device if isinstance(size, int)]
+        shared = self.parallelism.shared
         if self.has_batch:
             each = math.prod(given)
         elif self.sequence_length:
-            each = 2 ** math.ceil(math.log2(max(1.0, _STEP_TOKENS / self.sequence_length)))
+            samples = shared * _STEP_TOKENS / self.sequence_length
+            each = 2 ** math.ceil(math.log2(max(1.0, samples)))
         else:
-            each = _STEP_SAMPLES
+            each = shared * _STEP_SAMPLES
         return self.parallelism.data(slots) * each
 
     def gas(self, slots: int, micro_batch: int) -> int:

@@ -179,6 +179,11 @@ class ModuleSnapshot:
     def sizes(self) -> dict[str, int]:
         """Return the numbers of elements of the parameters, as fields of `ModelFacts`."""
         forms = [form for form in self._forms.values() if form.is_parameter]
+        # DeepSpeed's AutoTP (0.19.8) divides linear layers.
+        whole_ones = {
+            id(t) for module, *_, t in self._places if not isinstance(module, torch.nn.Linear)
+        }
+        kept = [form for key, form in self._forms.items() if key in whole_ones]
         trained = sorted(math.prod(form.shape) for form in forms if form.requires_grad)
         up_to, whole = zip(trained, itertools.accumulate(trained), strict=True), sum(trained)
         return {
@@ -186,6 +191,7 @@ class ModuleSnapshot:
             "trainable_params": whole,
             "largest_param": max(trained, default=0),
             "usual_param": next((size for size, total in up_to if 2 * total >= whole), 0),
+            "kept_params": sum(math.prod(form.shape) for form in kept if form.is_parameter),
         }
 
 

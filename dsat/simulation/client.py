@@ -26,7 +26,9 @@ _MICRO_BATCHES_FOR_SLOPES, _TOKENS_FOR_SLOPES = (256, 512), MOST_TOKENS // 2
 # Sections on which a model's own passes depend; the script's values replace "auto" in them.
 _OF_ACTIVATIONS = ("bf16", "bfloat16", "fp16", "torch_autocast", "activation_checkpointing")
 _DEPENDS_ON_DATA = "DynamicOutputShapeException"  # torch._subclasses.fake_tensor
-_OF_EXPERTS = " (shapes depend on data; mixture-of-experts models need transformers 5)"
+_MAY_BE_EXPERTS = (
+    " (a shape depends on data, as in mixture-of-experts models before transformers 5)"
+)
 _POLL_S = 0.05
 _PATIENCE_S = 10.0  # beyond the limit at which the server itself ends a simulation
 
@@ -231,7 +233,7 @@ class Simulator:
                         deadline = time.monotonic() + patience_s
                         waiting.remove(number)
                         if _DEPENDS_ON_DATA in answer.get("failed", ""):
-                            answer["failed"] += _OF_EXPERTS
+                            answer["failed"] += _MAY_BE_EXPERTS
                         yield number - first, answer
                 if waiting and not is_running:
                     self._problem = "the script has ended"

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from dsat.errors import InvalidTrial
+from dsat.in_trial.batches import positions_of
 from dsat.options import ALL_LINEAR
 from dsat.simulation.versions.transformers_models import type_argument
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _USUAL_SEQUENCE = 2048
-_POSITIONS = ("max_position_embeddings", "max_target_positions")  # the latter in speech decoders
 _USUAL_IMAGE, _CHANNELS = 224, 3
 _AUDIO_SAMPLES, _MEL_FRAMES = 160_000, 3000  # 10 s at 16 kHz; Whisper's 30 s
 
@@ -133,8 +133,7 @@ def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[i
     main = getattr(model, "main_input_name", "input_ids")
     takes_labels = "labels" in inspect.signature(model.forward).parameters
     of_sample = "Classification" in kind and "Token" not in kind
-    limits = (getattr(text, name, None) for name in _POSITIONS)
-    longest = next(filter(None, limits), math.inf)
+    longest = positions_of(text) or math.inf
     length = sequence or int(min(_USUAL_SEQUENCE, longest))
     if sequence and main == "pixel_values" and (of_sample or not takes_labels):
         raise InvalidTrial(f"--seq-length: samples of {kind} are images, not sequences of tokens")

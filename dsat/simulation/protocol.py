@@ -65,7 +65,7 @@ class ScriptFacts(NamedTuple):
 
     Attributes:
         sequence_length: tokens per sample of its first batch; None if samples are other data.
-        model_takes: the model's `max_position_embeddings`; 0 if it has none.
+        model_takes: positions of the model; 0 if it has none.
         sizes: fields of `ModelFacts` that need no simulation: sizes of parameters,
             `uses_zero_init` and `hidden_size`.
         optimizer: an `optimizer` section that describes the optimizer passed to

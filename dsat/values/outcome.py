@@ -261,7 +261,7 @@ class SequenceLengths:
 
     Attributes:
         shortest, longest: lengths of the micro batches, including padding.
-        model_takes: the model's `max_position_embeddings`; None if its configuration has none.
+        model_takes: positions of the model; None if its configuration has none.
     """
 
     shortest: int

@@ -44,22 +44,26 @@ _WITH_FEW_LIVE = {"stage3_max_live_parameters": 10**6, "stage3_max_reuse_distanc
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "tolerance"),
+    ("zero", "tensor", "tolerance"),
     [
         # It is freed before the norm of its part: else the formula would be 25 % too high.
         pytest.param(
             {"offload_optimizer": _ON_HOST, "offload_param": _ON_HOST, "reduce_bucket_size": 10**6},
+            1,
             0.1,
             id="gradient",
         ),
         # It is gathered whole, whatever the limit: else the formula would be 8 % too low.
-        pytest.param({**_WITH_FEW_LIVE, "reduce_bucket_size": 10**6}, 0.02, id="parameter"),
+        pytest.param({**_WITH_FEW_LIVE, "reduce_bucket_size": 10**6}, 1, 0.02, id="parameter"),
+        # AutoTP divides linear layers alone: else the formula would be a quarter too low.
+        pytest.param({"stage": 1}, 2, 0.06, id="with AutoTP"),
     ],
 )
 def test_what_is_larger_than_its_limit_is_held_whole(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    settings: Mapping[str, Any],
+    zero: Mapping[str, Any],
+    tensor: int,
     tolerance: float,
 ) -> None:
     """Such are embeddings of 16 M parameters, here on several devices."""
@@ -71,7 +75,8 @@ def test_what_is_larger_than_its_limit_is_held_whole(
     asked = EstimateSettings(model=str(tmp_path), seq_length=64, activation_checkpointing="on")
     with simulate(asked) as found:
         facts = found.simulator.facts(found.config)
-        config = {**found.config, "zero_optimization": {"stage": 3, **settings}}
+        own = {"zero_optimization": {"stage": 3, **zero}}
+        config = {**found.config, **own, "tensor_parallel": {"autotp_size": tensor}}
         [simulated] = found.simulator.estimates([Question(config, 1, 2)])
     assert not isinstance(simulated, str), simulated
     predicted = closed_form.estimate(facts, config, slots=2, micro_batch=1)

@@ -184,6 +184,9 @@ def test_the_network_of_a_run_on_the_same_cards_is_counted_once(device: str, car
         ({}, 3000, (64, 128)),
         ({}, 20_000, (8, 16)),
         ({}, None, (256, 512)),
+        ({"tensor_parallel": {"autotp_size": 4}}, 2048, (64, 128)),
+        ({"sequence_parallel_size": 8}, 131_072, (1, 2)),
+        ({"tensor_parallel": {"autotp_size": 2}}, None, (256, 512)),
     ],
 )
 def test_all_strategies_have_the_same_global_batch(
@@ -194,7 +197,8 @@ def test_all_strategies_have_the_same_global_batch(
     facts = ModelFacts(1, 1, 1, 0.0, 0.0, 0.0)
     traced = Traced(base, facts, ModelTrace(step, step), {}, {}, length)
     assert (traced.global_batch(8), traced.global_batch(16)) == batches
-    assert {m * traced.gas(8, m) for m in range(1, 100) if traced.gas(8, m)} == {batches[0] / 8}
+    of_group = batches[0] / traced.parallelism.data(8)
+    assert {m * traced.gas(8, m) for m in range(1, 300) if traced.gas(8, m)} == {of_group}
 
 
 @pytest.mark.parametrize(

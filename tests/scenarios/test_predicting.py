@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import dsat
+from dsat.command.ds_config import BATCH_KEYS
 from testing import warm_command, warm_host
 from testing.scenarios import User
 from testing.started import Told
@@ -34,6 +35,9 @@ TINY = {
     "vocab_size": 1000,
     "max_position_embeddings": 512,
 }
+OWN_BATCH = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+TOTAL = ("--to", "8xH100", "--train-batch-size")
+AUTOTP = {"tensor_parallel": {"autotp_size": 2}}
 AUTOCAST = {"enabled": True, "dtype": "bfloat16"}
 MIDDLE = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8}
 
@@ -285,6 +289,43 @@ def test_a_projection_has_16384_tokens_a_gpu_by_default(user: User) -> None:
     assert told.json["dtype"] == "bf16"
     rows = told.json["best"]["8"]
     assert {row["train_batch_size"] for row in rows} == {8 * 16_384 // 128}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported")
+def test_the_longest_sequence_of_a_speech_decoder_has_its_positions(user: User) -> None:
+    sizes = {"d_model": 384, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 52_000}
+    config = {"model_type": "whisper", "architectures": ["WhisperForConditionalGeneration"]}
+    words = ("--slots", 1, "--slot-memory", "80GiB", "--formula")
+    found = estimate(user, {**config, **sizes, "max_target_positions": 96}, *words)
+    assert {96} == {t for line in found.json["lines"] for t in line["longest_sequence"].values()}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported")
+@pytest.mark.parametrize(
+    ("config", "options", "batch"),
+    [
+        pytest.param(dict.fromkeys(BATCH_KEYS, "auto"), (), (1024, 1, 128), id="the default"),
+        pytest.param(OWN_BATCH, (*TOTAL, 1024), (1024, 4, 32), id="of the option"),
+        pytest.param(OWN_BATCH, (*TOTAL, 48), (48, 3, 2), id="without its micro batch"),
+        pytest.param(
+            OWN_BATCH | AUTOTP, (*TOTAL, 512), (512, 4, 32), id="of the option with AutoTP"
+        ),
+    ],
+)
+def test_a_projection_has_the_batch_that_the_user_gives(
+    config: dict[str, Any], options: tuple[Any, ...], batch: tuple[int, int, int], user: User
+) -> None:
+    (user.folder / "config.json").write_text(json.dumps(TINY), encoding="utf-8")
+    (user.folder / "ds.json").write_text(json.dumps(config), encoding="utf-8")
+    words = ("--model", "config.json", "--ds-config", "ds.json", "--seq-length", 128, "--json")
+    told = user.types("project", *words, *options)
+    assert told.status == 0, told.err
+    own = next(row for row in told.json["own"] if row["cards"] == 8)
+    assert (own["train_batch_size"], own["micro_batch"]) == batch[:2]
+    assert own["gradient_accumulation_steps"] == batch[2]
+    assert {row["train_batch_size"] for row in told.json["best"]["8"]} == {batch[0]}
 
 
 @pytest.mark.slow
