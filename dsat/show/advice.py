@@ -139,7 +139,9 @@ def advise_script(run: Run, best: Trial) -> list[str]:
     if best.batch_flag and best.batch.micro_batch != run.plan.own_batch.micro_batch:
         how.append(f"{best.batch_flag} {best.batch.micro_batch}")
     how += [
-        switches.OF_CODE[text].format(best.batch) for text in warnings if text in switches.OF_CODE
+        switches.OF_CODE[text].format(best.batch, run.plan.own_batch)
+        for text in warnings
+        if text in switches.OF_CODE
     ]
     needs = (
         f"Script: the best configuration needs {'; '.join(how)}. The training command sets this."

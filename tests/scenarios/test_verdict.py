@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dsat.command.switches import OTHER_ACCUMULATION, OTHER_BATCH, OTHER_CONFIG
+from dsat.command.switches import OTHER_ACCUMULATION, OTHER_BATCH, OTHER_CONFIG, OTHER_LIMITS
 from dsat.in_trial.adapters.deepspeed_calls import ZERO_INIT
 from dsat.in_trial.batches import OF_ITS_OWN, OWN_ACCUMULATION, UNCOUNTED, UNSEEN
 from dsat.in_trial.config_injection import SEVERAL_ENGINES
@@ -291,7 +291,8 @@ CASES = {
         method="gridsearch",
     ),
     "what the script's code sets": Case(
-        (*GAIN, "script"), world={"warnings": (OTHER_BATCH, OTHER_CONFIG, OTHER_ACCUMULATION)}
+        (*GAIN, "script"),
+        world={"warnings": (OTHER_BATCH, OTHER_CONFIG, OTHER_ACCUMULATION, OTHER_LIMITS)},
     ),
     "what the meter reports": Case(
         (
