@@ -29,7 +29,7 @@ from dsat.in_trial.adapters import install, trackers
 from dsat.in_trial.adapters.hf_trainer import TrainerSettings
 from dsat.in_trial.adapters.trial import TRIAL, Phase
 from dsat.in_trial.agreement import rank_and_size
-from dsat.in_trial.batches import find_batch_flag
+from dsat.in_trial.batch_flag import find_batch_flag
 from dsat.in_trial.memory_limit import limit_memory, limit_to_host
 from dsat.in_trial.meter import Meter
 from dsat.in_trial.rank_files import (

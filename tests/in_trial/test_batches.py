@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from dsat.in_trial.batches import UNCOUNTED, LeafFinder, find_batch_flag, is_about
+from dsat.in_trial.batch_flag import find_batch_flag
+from dsat.in_trial.batches import UNCOUNTED, LeafFinder, is_about
 from dsat.in_trial.measurement import SHORT_BATCHES
 from dsat.values.outcome import Outcome, OutcomeKind, SequenceLengths
 from testing.metered import Clock, FakeEngine, attach, measured_by
