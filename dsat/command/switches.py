@@ -40,13 +40,20 @@ OTHER_PARALLELISM = "the script's ParallelismConfig sets sp_size, which trials r
 OTHER_ACCUMULATION = (
     "the script's Lightning Trainer sets accumulate_grad_batches, which trials replace"
 )
-# By warning: code that the verdict recommends for the script; `{0}` is the best `BatchTriple`.
+OTHER_LIMITS = (
+    "the script's Lightning Trainer counts micro batches (limit_train_batches or "
+    "val_check_interval), and trials replace these numbers"
+)
+# By warning: code that the verdict recommends for the script; `{0}` is the best `BatchTriple`, and
+# `{1}` the script's own.
 OF_CODE = {
     OTHER_BATCH: "TrainingArguments(per_device_train_batch_size={0.micro_batch}, "
     "gradient_accumulation_steps={0.gas})",
     OTHER_CONFIG: "best_ds_config.json instead of the configuration in its code",
     OTHER_ACCUMULATION: "lightning.Trainer(accumulate_grad_batches={0.gas}), and "
     "DeepSpeedStrategy(config=...) with best_ds_config.json, minus gradient_accumulation_steps",
+    OTHER_LIMITS: "limit_train_batches and val_check_interval of lightning.Trainer (if whole "
+    "numbers) times {0.gas}/{1.gas}",
     OTHER_PARALLELISM: "ParallelismConfig(sp_size={0.parallelism.sequence})",
 }
 

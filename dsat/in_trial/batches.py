@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dsat.errors import InvalidTrial
+from dsat.in_trial import loaders
 from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.agreement import Ranks
 from dsat.in_trial.meter_spec import MeterSpec
@@ -30,6 +33,10 @@ _ASSUMED_FULL = (
 UNCOUNTED = (
     "the samples that the script feeds cannot be counted: no tensor always has the micro batch as "
     f"its first or second dimension (packed sequences, or batches by tokens). {_ASSUMED_FULL}"
+)
+DROPPED = (
+    "many batches have fewer samples than the micro batch, perhaps because the data loader drops "
+    "some. Throughput counts the samples that the script feeds"
 )
 UNSEEN = (
     "the samples that the script feeds cannot be counted: it calls neither the engine nor the "
@@ -60,6 +67,7 @@ OWN_BOUNDARY = (
     "engine.gradient_accumulation_steps(), or, with a Trainer, set gradient_accumulation_steps in "
     "the call of TrainingArguments, not afterwards"
 )
+_FEWEST_KEPT = 0.75  # share of samples left by a loader that drops some
 _DEPTH = 4  # nested containers that are searched for tensors
 _LARGE = 256  # values; searching them takes some tenths of a millisecond
 
@@ -67,7 +75,7 @@ _LARGE = 256  # values; searching them takes some tenths of a millisecond
 def is_about(warning: str) -> bool:
     """Return whether a warning is about the number of samples that the script feeds."""
     filled_in = tuple(text.partition("{")[0] for text in (OF_ITS_OWN, OWN_ACCUMULATION, TOO_FEW))
-    return warning in (UNCOUNTED, UNSEEN) or warning.startswith(filled_in)
+    return warning in (UNCOUNTED, DROPPED, UNSEEN) or warning.startswith(filled_in)
 
 
 @dataclass(frozen=True)
@@ -137,14 +145,21 @@ class BatchCounter:
         """Decide whether the samples of the calls so far can be counted; a collective call.
 
         Returns:
-            The number of samples of a full micro batch; None if samples cannot be counted.
+            The number of samples of a full micro batch; None if samples cannot be counted. If the
+            script drops samples, all its micro batches count as full.
 
         Raises:
             InvalidTrial: all full batches have the same number of samples, which is not the micro
                 batch. For the user's own micro batch, this is only a warning.
         """
-        varies = ranks.maximum([float(self._varies())])[0] > 0
+        drops = self._drops()
+        fewest = min((count for count in self._rows if count is not None), default=math.inf)
+        agreed = ranks.maximum([float(not drops and self._varies()), float(drops), -fewest])
+        varies, drops = agreed[0] > 0, agreed[1] > 0
         self.warning, self.fed_instead, self.fixed_batch = None, {}, None
+        if drops and not varies:
+            self.warning = DROPPED
+            return int(-agreed[2])
         if not self._rows or (self._carriers and not varies):
             return self._micro_batch
         self.warning = UNCOUNTED
@@ -221,10 +236,28 @@ class BatchCounter:
         if self._carriers or not rows:
             counted = [count for count in rows if count is not None]
             return 2 * counted.count(self._micro_batch) < len(counted)
-        full = rows[0]
-        epoch = rows[: next((n for n, count in enumerate(rows, 1) if count != full), len(rows))]
-        recurs = all(count == epoch[at % len(epoch)] for at, count in enumerate(rows))
-        return not recurs or (epoch[-1] or 0) > (full or 0)
+        return not self._recurs() or any((count or 0) > (rows[0] or 0) for count in rows)
+
+    def _recurs(self) -> bool:
+        """Return whether only the last batch of each epoch has another number of samples."""
+        rows, usual = self._rows, statistics.mode(self._rows)
+        ends = [at for at, count in enumerate(rows) if count != usual]
+        distances = {after - before for before, after in itertools.pairwise(ends)}
+        return len(distances) <= 1 and len({rows[at] for at in ends}) <= 1
+
+    def _drops(self) -> bool:
+        """Return whether samples are missing in more calls than the last ones of epochs.
+
+        Batches that are filled by tokens have more samples than the micro batch in some calls, or
+        far fewer on average.
+        """
+        full, rows = self._micro_batch, [count for count in self._rows if count is not None]
+        if not rows or len(rows) < len(self._rows) or max(rows) > full:
+            return False
+        of_epoch, of_all = loaders.samples(full, len(rows))
+        short = sum(count < full for count in rows)
+        at_ends = short <= of_all // of_epoch if of_epoch else self._recurs()
+        return not at_ends and sum(rows) > _FEWEST_KEPT * full * len(rows)
 
     def _refusal(self, rows: int) -> InvalidTrial:
         """Record a fixed batch size of the script; return the trial's error."""

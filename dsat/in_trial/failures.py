@@ -89,6 +89,7 @@ _ADVICE = {
     ),
 }
 unwritten: set[Path] = set()  # files that the script believes it has written
+resumed: list[Path] = []  # checkpoints whose client state the script got
 _DSAT = f"{Path(__file__).parents[1]}{os.sep}"
 # Modules of dsat that pass on errors of the script or a library: calls of adapted functions, ranks
 # (which run the script), functions that scripts call, and simulations.

@@ -31,6 +31,10 @@ from dsat.values.outcome import Outcome, OutcomeKind
 
 # A critic may take 100 steps between two steps of a generator (Arjovsky et al., arXiv:1701.07875).
 _TIMES_AS_LONG = 20  # as the measured steps may another engine train alone
+RESUMED = (
+    "it continued from the checkpoint {}, where the training may be over. Tune it with another "
+    "checkpoint folder, or without resuming. Otherwise, "
+)
 NO_ENGINE = "the script ended without calling deepspeed.initialize with an optimizer"
 
 
@@ -117,11 +121,12 @@ class Meter:
         spec = self.spec
         _, fed = loaders.samples(spec.micro_batch, self.steps_seen * spec.gas)
         most = fed // max(1, spec.options.end_step * spec.gas)
+        advice = RESUMED.format(failures.resumed[-1]) if failures.resumed else ""
         return InvalidTrial(
             f"the script ended after {count(self.steps_seen, 'optimizer step')}{self._whose}, but "
-            f"dsat measures up to step {spec.options.end_step}: give the script more data, or "
-            "lower --end-profile-step",
-            smaller_may_run=True,
+            f"dsat measures up to step {spec.options.end_step}: {advice}give the script more data, "
+            "or lower --end-profile-step",
+            smaller_may_run=self.steps_seen > 0 or not failures.resumed,
             most_samples=most if 0 < most < spec.micro_batch else None,
         )
 

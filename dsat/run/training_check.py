@@ -26,6 +26,14 @@ def training_of(plan: Plan, trial: Trial) -> hazards.Training:
     return training_with(plan.config(trial.overrides), trial.batch.gas, plan)
 
 
+def _tokens_per_sample(outcome: Outcome) -> float:
+    """Return tokens per counted or assumed sample; 0 if tokens were not counted."""
+    metrics = outcome.metrics
+    if metrics is None or metrics.throughput <= 0:
+        return 0.0
+    return (metrics.tokens_per_second or 0.0) / metrics.throughput
+
+
 def training_with(config: Mapping[str, Any], gas: int, plan: Plan) -> hazards.Training:
     """Return the facts that decide which known faults affect a configuration."""
     is_open = ds_config.data_types(config)[0] is None  # the script decides, and may choose bf16
@@ -113,21 +121,16 @@ class TrainingCheck:
         data loader forms batches of another size (by tokens, say), a larger configured micro batch
         only seems faster.
         """
-        its, yours = self._uncounted_tokens(pick), self._uncounted_tokens(self.own)
+        outcome = self.outcomes[pick.id]
+        if UNCOUNTED not in outcome.warnings:
+            return None
+        its, yours = map(_tokens_per_sample, (outcome, self.outcomes[self.own.id]))
         if not its or not yours or max(its, yours) <= _MOST_APART * min(its, yours):
             return None
         return (
             f"its samples had {its:,.0f} tokens on average, and yours {yours:,.0f}, so the data "
             "loader does not follow the micro batch of the configuration"
         )
-
-    def _uncounted_tokens(self, trial: Trial) -> float:
-        """Return tokens per assumed sample; 0 if samples were counted, or tokens were not."""
-        outcome = self.outcomes[trial.id]
-        metrics = outcome.metrics
-        if metrics is None or UNCOUNTED not in outcome.warnings or metrics.throughput <= 0:
-            return 0.0
-        return (metrics.tokens_per_second or 0.0) / metrics.throughput
 
     def _likely_wrong(self, pick: Trial) -> str:
         """Describe which trial likely has wrong gradients, by known faults or by other trials."""

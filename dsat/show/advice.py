@@ -141,7 +141,9 @@ def advise_script(run: Run, best: Trial) -> list[str]:
         f"{flag} {sizes[key]}" for key, flag in best.flags.items() if sizes[key] != own_sizes[key]
     ]
     how += [
-        switches.OF_CODE[text].format(best.batch) for text in warnings if text in switches.OF_CODE
+        switches.OF_CODE[text].format(best.batch, run.plan.own_batch)
+        for text in warnings
+        if text in switches.OF_CODE
     ]
     needs = (
         f"Script: the best configuration needs {'; '.join(how)}. The training command sets this."

@@ -130,10 +130,10 @@ def _warn_of_steps(run: Run) -> Iterator[str]:
         )
     if abs(own.evaluated - its.evaluated) * RAREST >= 1:
         yield (
-            "the gain is unreliable: the model also ran outside training (generation, perhaps), in "
-            f"{fmt.percent(own.evaluated)} of the measured steps of your configuration but "
-            f"{fmt.percent(its.evaluated)} of those of {other.name}. Measure more steps "
-            "(--end-profile-step)."
+            "the gain is unreliable: the model also ran outside training (evaluation or "
+            f"generation, perhaps), in {fmt.percent(own.evaluated)} of the measured steps of your "
+            f"configuration but {fmt.percent(its.evaluated)} of those of {other.name}. Measure "
+            "more steps (--end-profile-step)."
         )
 
 

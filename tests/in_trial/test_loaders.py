@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from dsat.in_trial.batches import DROPPED
+from dsat.in_trial.measurement import SHORT_BATCHES
 from dsat.values.outcome import OutcomeKind
 from testing.scripts import Scripts
 
@@ -113,6 +115,27 @@ def test_data_for_fewer_micro_batches_than_a_step_has_are_told(scripts: Scripts)
     outcome = scripts.run(script, micro_batch=8, gas=4).outcome
     assert outcome.kind is OutcomeKind.INVALID and outcome.smaller_may_run, outcome
     assert outcome.most_samples == 7
+
+
+DROPS = """
+def collate(rows):
+    return torch.stack([row for row in rows if row is not None])
+
+samples = [None if i % 20 == 17 else torch.randn(16) for i in range({samples})]
+train_with(DataLoader(samples, 4, collate_fn=collate))
+"""
+
+
+@pytest.mark.parametrize(
+    ("samples", "warning"),
+    [(20_000, DROPPED), (20, SHORT_BATCHES)],  # the same batches, as an epoch of five
+)
+def test_only_the_length_of_the_data_tells_the_end_of_an_epoch(
+    scripts: Scripts, samples: int, warning: str
+) -> None:
+    """Every fifth batch has three samples instead of four."""
+    ended = scripts.run(LOADS + DROPS.format(samples=samples), micro_batch=4, gas=2).well()
+    assert ended.warnings == (warning,)
 
 
 def test_only_the_part_of_the_data_that_micro_steps_use_counts(scripts: Scripts) -> None:

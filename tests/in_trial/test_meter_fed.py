@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from dsat.in_trial.batches import DROPPED
 from dsat.in_trial.measurement import SHORT_BATCHES
 from dsat.values.outcome import Outcome, OutcomeKind, SequenceLengths, StepFacts
 from testing.metered import (
@@ -62,6 +63,28 @@ def test_too_few_data_for_a_step_are_told(clock: Clock) -> None:
     told = feed(attached(clock, gas=3), lambda batch: 1 if batch % 3 == 2 else 4)
     assert told.kind is OutcomeKind.INVALID and told.smaller_may_run
     assert "none of 3 optimizer steps was full" in told.message
+
+
+@pytest.mark.parametrize(
+    ("gas", "rows"),
+    [
+        (1, [16, 15, 16, 16, 14, 15, 16, 16, 15]),
+        (4, [16, 15, 16, 16, 14, 15, 16, 16, 15]),  # no step is full
+        (1, [15, 16, 15, 15, 14, 15, 15]),  # the first call is not full
+        (4, [15, 14, 15, 15, 12]),  # no call is full
+    ],
+)
+def test_a_loader_that_drops_samples_is_measured_by_what_it_feeds(
+    clock: Clock, gas: int, rows: list[int]
+) -> None:
+    engine = FakeEngine(clock, 16, gas)
+    attach(engine, micro_batch=16, gas=gas)
+    measured = feed(engine, lambda batch: rows[batch % len(rows)])
+    metrics = metrics_of(measured)
+    first, count = OPTIONS.start_step - 1, metrics.num_steps
+    fed = [rows[i % len(rows)] for i in range(first * gas, (first + count) * gas)]
+    assert metrics.throughput == pytest.approx(sum(fed) / (count * (8 * gas + 2)) * 1e3)
+    assert measured.warnings == (DROPPED,)
 
 
 @pytest.mark.parametrize("sets_boundary", [False, True])

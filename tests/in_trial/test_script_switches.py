@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dsat.command.switches import OTHER_ACCUMULATION, OTHER_LIMITS
 from dsat.in_trial import script_switches
 from dsat.values import host_limits
 from dsat.values.outcome import OutcomeKind
@@ -277,12 +278,19 @@ import importlib
 from types import SimpleNamespace
 
 found = []
-for own, automatic in ((2, True), (4, True), (1, False)):
+for own, automatic, batches, check in (
+    (2, True, 16, 0.5), (4, True, 16, 6), (8, True, 17, 6), (8, True, 0.5, 1), (1, False, 16, 6)
+):
     for package in ("lightning.pytorch", "pytorch_lightning"):
         module = importlib.import_module(f"{package}.strategies.deepspeed")
         script = SimpleNamespace(automatic_optimization=automatic)
         module.DeepSpeedStrategy().setup(
-            SimpleNamespace(accumulate_grad_batches=own, lightning_module=script)
+            SimpleNamespace(
+                accumulate_grad_batches=own,
+                lightning_module=script,
+                limit_train_batches=batches,
+                val_check_interval=check,
+            )
         )
         found.append(module.seen.pop())
 note(found=found)
@@ -292,12 +300,16 @@ STRATEGY = """
 seen = []
 class DeepSpeedStrategy:
     def setup(self, trainer):
-        seen.append(trainer.accumulate_grad_batches)
+        batches, check = trainer.limit_train_batches, trainer.val_check_interval
+        seen.append([trainer.accumulate_grad_batches, batches, check])
 """
 
 
 def test_lightning_counts_optimizer_steps_as_the_engine_makes_them(scripts: Scripts) -> None:
-    """It must do so before the schedule of the learning rate is made."""
+    """It must do so before the schedule of the learning rate is made.
+
+    Limits in micro batches stand for the same optimizer steps, rounded down, but at least one.
+    """
     for package in ("lightning/pytorch", "pytorch_lightning"):
         folder = scripts.work / package / "strategies"
         folder.mkdir(parents=True)
@@ -307,8 +319,9 @@ def test_lightning_counts_optimizer_steps_as_the_engine_makes_them(scripts: Scri
             (path / "__init__.py").touch()
         (folder / "deepspeed.py").write_text(STRATEGY)
     ended = scripts.run(LIGHTNING, gas=4).well()
-    assert ended.notes()["found"] == [4, 4, 4, 4, 1, 1]
-    assert any("accumulat" in text for text in ended.warnings)
+    found = ([4, 32, 0.5], [4, 16, 6], [4, 8, 3], [4, 0.5, 1], [1, 16, 6])
+    assert ended.notes()["found"] == [each for each in found for _ in range(2)]
+    assert {OTHER_ACCUMULATION, OTHER_LIMITS} <= set(ended.warnings)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from dsat.engines.trial_folder import CreatedFolders
 from dsat.in_trial.adapters.user_files import UserFiles
+from dsat.values.outcome import OutcomeKind
 from testing.scripts import Scripts
 
 pytestmark = pytest.mark.slow
@@ -162,6 +164,24 @@ def test_no_saver_changes_an_older_file(scripts: Scripts, out: Path) -> None:
             status.st_mode,
         )
     assert ended.notes() == {"read": True, "array": 0.0, "added": []}
+
+
+@pytest.mark.parametrize("left", [0, 2])
+def test_a_script_that_resumes_a_finished_training_is_told_so(
+    scripts: Scripts, out: Path, left: int
+) -> None:
+    """Only after some steps may a smaller micro batch leave more of them."""
+    saved = out / "global_step8"
+    saved.mkdir()
+    (out / "latest").write_text(saved.name)
+    torch.save({"module": {}, "left": left}, saved / "mp_rank_00_model_states.pt")
+    script = "engine = make_engine()\n"
+    script += f"train(engine, engine.load_checkpoint({str(out)!r})[1]['left'])"
+    outcome = scripts.run(script).outcome
+    assert outcome.kind is OutcomeKind.INVALID, outcome
+    assert f"the script ended after {left} optimizer steps" in outcome.message
+    assert f"it continued from the checkpoint {saved}" in outcome.message
+    assert outcome.smaller_may_run is (left > 0)
 
 
 RELATIVES = """

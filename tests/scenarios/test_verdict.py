@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from dsat.command.switches import OTHER_ACCUMULATION, OTHER_BATCH, OTHER_CONFIG
+from dsat.command.switches import OTHER_ACCUMULATION, OTHER_BATCH, OTHER_CONFIG, OTHER_LIMITS
 from dsat.in_trial.adapters.deepspeed_calls import ZERO_INIT
-from dsat.in_trial.batches import OF_ITS_OWN, OWN_ACCUMULATION, UNCOUNTED, UNSEEN
+from dsat.in_trial.batches import DROPPED, OF_ITS_OWN, OWN_ACCUMULATION, UNCOUNTED, UNSEEN
 from dsat.in_trial.config_injection import SEVERAL_ENGINES
 from dsat.values.outcome import ScriptSwitch
 from testing.scenarios import Harm, User
@@ -86,6 +86,7 @@ KINDS = {
     "shapes": r"^Warning: \S+ may compute other updates in stages 1 to 3",
     "several engines": r"^Warning: the script trains several engines",
     "zero.Init": r"^Warning: the script uses deepspeed.zero.Init",
+    "dropped": r"^Warning: many batches have fewer samples than the micro batch",
     "uncounted": r"^Warning: the samples that the script feeds cannot be counted.* no tensor",
     "unseen": r"^Warning: the samples that the script feeds cannot be counted.* neither",
     "own rows": r"^Warning: the script feeds \d+ samples",
@@ -291,12 +292,13 @@ CASES = {
         method="gridsearch",
     ),
     "what the script's code sets": Case(
-        (*GAIN, "script"), world={"warnings": (OTHER_BATCH, OTHER_CONFIG, OTHER_ACCUMULATION)}
+        (*GAIN, "script"),
+        world={"warnings": (OTHER_BATCH, OTHER_CONFIG, OTHER_ACCUMULATION, OTHER_LIMITS)},
     ),
     "what the meter reports": Case(
         (
             *(*GAIN, "late in both", "other work", "other lengths", "shapes", "several engines"),
-            *("zero.Init", "uncounted", "unseen", "own rows", "own accumulation"),
+            *("zero.Init", "uncounted", "dropped", "unseen", "own rows", "own accumulation"),
         ),
         options=("--zero-stages", 1),
         world={
@@ -305,7 +307,7 @@ CASES = {
                 Finding(
                     HERE,
                     warnings=(
-                        *(SEVERAL_ENGINES, UNCOUNTED, UNSEEN),
+                        *(SEVERAL_ENGINES, UNCOUNTED, DROPPED, UNSEEN),
                         OWN_ACCUMULATION.format(k=4, advice=""),
                         OF_ITS_OWN.format(samples="12 samples", micro_batch=4, advice=""),
                     ),

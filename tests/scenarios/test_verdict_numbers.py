@@ -169,6 +169,7 @@ def test_what_the_scripts_code_must_say_has_the_best_batch(user: User) -> None:
     line = line_of(told, "script")
     assert f"per_device_train_batch_size={size}, {GAS}={gas})" in line
     assert f"accumulate_grad_batches={gas})" in line and "best_ds_config.json instead" in line
+    assert f"times {gas}/32" in line
 
 
 def test_an_uncertain_measurement_does_not_hide_a_sure_gain(user: User) -> None:

@@ -147,6 +147,7 @@ def load_checkpoint(call: Call) -> Any:
     """Load only the client state from a checkpoint, not the model or the optimizer."""
     loaded = client_state(Path(call.argument("load_dir", 0)), call.argument("tag", 1))
     if loaded[0] is not None:
+        failures.resumed.append(Path(loaded[0]).parent)
         _say(call, NOT_LOADED)
     return loaded
 

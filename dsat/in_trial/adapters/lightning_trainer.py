@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsat.command.switches import OTHER_ACCUMULATION
+from dsat.command.switches import OTHER_ACCUMULATION, OTHER_LIMITS
 from dsat.in_trial.adapters.calls import Call
+
+_LIMITS = ("limit_train_batches", "val_check_interval")  # whole numbers count micro batches
 
 
 def set_up(call: Call) -> Any:
     """Set the Trainer's `accumulate_grad_batches` to the trial's accumulation steps.
 
     By this number Lightning counts optimizer steps, to end the training and to schedule the
-    learning rate. The wrapper runs before Lightning makes the optimizer and the schedule (lightning
-    2.6).
+    learning rate. Limits in micro batches change with it, so they allow as many optimizer steps as
+    before. The wrapper runs before Lightning makes the optimizer and the schedule (lightning 2.6).
     """
     trial, trainer = call.trial, call.argument("trainer", 0)
     # With manual optimization the module counts steps, and Lightning refuses accumulation.
     if trial.config is not None and trainer.lightning_module.automatic_optimization:
         gas = int(trial.config["gradient_accumulation_steps"])
-        if trainer.accumulate_grad_batches != gas:
+        own, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, gas
+        if own != gas:
             trial.warn(OTHER_ACCUMULATION)
-        trainer.accumulate_grad_batches = gas
+            for name in _LIMITS:
+                if isinstance(limit := getattr(trainer, name), int):
+                    trial.warn(OTHER_LIMITS)
+                    setattr(trainer, name, max(1, limit * gas // own))
     return call.proceed()
