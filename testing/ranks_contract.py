@@ -131,7 +131,7 @@ class RanksContract(abc.ABC):
     def test_the_detail_is_the_users_traceback_alone(self, pair: Bench) -> None:
         trial, outcome = self.fails(pair, "crashes on 1")
         assert outcome.kind is OutcomeKind.ERROR
-        assert outcome.message == "rank 1: ValueError: the data set has no labels"
+        assert outcome.message == "rank 1: ValueError: the data set has no labels", outcome
         lines = outcome.detail.splitlines()
         assert lines[0] == "Traceback (most recent call last):"
         files = {line.split('"')[1] for line in lines if line.startswith('  File "')}

@@ -58,7 +58,7 @@ class _Interruption:
     """
 
     def __init__(self) -> None:
-        self._last_s = -math.inf
+        self._last_s, self._number = -math.inf, int(signal.SIGINT)
         self._otherwise = sys.unraisablehook
 
     def __call__(self, number: int, frame: FrameType | None) -> None:

@@ -99,7 +99,7 @@ def make_startable(words: Sequence[str], *, is_known: bool) -> tuple[str, ...]:
 
 
 def other_python(words: Sequence[str]) -> str | None:
-    """Return the Python of a command's script; empty for that of dsat's environment.
+    """Return the path of the Python that starts a command's script; empty if it is dsat's own.
 
     Another one is of an environment with DeepSpeed, and named by the command, by PATH or by a
     script's `#!` line. A Python without DeepSpeed is not meant: PATH leads to it if the environment
