@@ -37,11 +37,11 @@ from dsat.in_trial.rank_files import (
     CONFIG_FILE,
     DONE_FILE,
     MODULES_FILE,
-    PORTS_FILE,
     SPEC_FILE,
     Progress,
     RankSpec,
-    result_file,
+    has_begun,
+    mark_begun,
     write_outcome,
 )
 from dsat.in_trial.script_flags import find_accumulation_flag, find_batch_flag
@@ -191,7 +191,7 @@ class Rank:
             found = replace(found, message=self._server.failed(error) or found.message)
         if self.is_rank:
             self._end(replace(found, before_engine=not self._has_begun()))
-        elif self._pid is None and not self._has_ranks() and not _is_of_signal(error):
+        elif self._pid is None and not self._may_be_helper() and not _is_of_signal(error):
             self._end(replace(found, before_engine=True))
 
     def finish(self) -> None:
@@ -265,17 +265,17 @@ class Rank:
         may_train = self._meter is not None and self._meter.has_trainable_engine
         return self._has_engine and (not self._spec.own or may_train or dist.is_initialized())
 
-    def _has_ranks(self) -> bool:
-        """Return whether any rank has called `deepspeed.initialize` or reported a failure."""
-        begun = (self._folder / PORTS_FILE).exists()
-        return begun or any(self._folder.glob(result_file("*")))
+    def _may_be_helper(self) -> bool:
+        """Return whether this process may be a launcher or a helper, since its rank has begun."""
+        number, size = rank_and_size()
+        return has_begun(self._folder, number if size > 1 else "*")
 
     def _begin_engine(self, _: Any) -> None:
         spec = self._spec
         if self._pid is None:  # the user's command started this process
             self._pid = os.getpid()
         self._has_engine = True
-        _, size = rank_and_size()
+        number, size = rank_and_size()
         cores = host_limits.usable_cores()
         is_bound = len(cores) == len(os.sched_getaffinity(0))  # cores, not a quota, are the limit
         if spec.own and spec.threads and is_bound:  # use as many cores as later trials
@@ -284,8 +284,7 @@ class Rank:
             alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
             for name, value in alone.items():
                 self._env[name] = os.environ.setdefault(name, value)
-        with open(self._folder / PORTS_FILE, "a", encoding="ascii") as file:
-            file.write(os.environ.get("MASTER_PORT", "") + "\n")
+        mark_begun(self._folder, number)
 
     def _complete(self, outcome: Outcome) -> None:
         """Report the measurement; if the user's command started this rank, end it here.

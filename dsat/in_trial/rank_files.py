@@ -25,7 +25,7 @@ MODULES_FILE = "modules.json"
 ACTIVITY_FILE = "doing.txt"  # the present activity of a trial, for users
 STEPS_FILE = "steps"  # number of optimizer steps of rank 0
 DONE_FILE = "done"  # exists once the trial's processes are not needed any more
-PORTS_FILE = "ports"  # each rank's MASTER_PORT, one a line; exists once a rank calls `initialize`
+PORTS_FILE = "ports"  # MASTER_PORT of each rank that called `initialize`, one a line
 # Only in a trial that runs the user's command:
 RECORDS_FOLDER = "records"  # records of how ranks start, in the first run
 SEVERAL_NODES_FILE = "nodes.json"  # in that folder, if the launcher would use several nodes
@@ -99,6 +99,19 @@ class RankSpec(Recorded):
 def result_file(rank: int | str) -> str:
     """Return the name of the file in which a rank reports a failure; "*" gives a glob pattern."""
     return f"rank{rank}.json"
+
+
+def mark_begun(folder: Path, rank: int) -> None:
+    """Record that a rank calls `deepspeed.initialize`, and its port."""
+    with open(folder / PORTS_FILE, "a", encoding="ascii") as file:
+        file.write(os.environ.get("MASTER_PORT", "") + "\n")
+    (folder / f"begun{rank}").touch()
+
+
+def has_begun(folder: Path, rank: int | str) -> bool:
+    """Return whether a rank, or any if "*", called `deepspeed.initialize` or reported a failure."""
+    begun = any(folder.glob(f"begun{rank}"))
+    return begun or any(folder.glob(result_file(rank)))
 
 
 def write_outcome(folder: Path, rank: int, outcome: Outcome) -> None:

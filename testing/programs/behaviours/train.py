@@ -1,6 +1,7 @@
 """A plain DeepSpeed script that trains or misbehaves, as its configuration's `behaviour` says.
 
-A behaviour with ` on 1` in its name goes wrong on rank 1 only, while rank 0 trains on.
+A behaviour with ` on 1` in its name goes wrong on rank 1 only, after rank 0 has called
+`deepspeed.initialize`.
 """
 
 import argparse
@@ -233,6 +234,8 @@ def main() -> None:
     elif on_1_only and rank == 0:
         train(config)
     else:
+        while on_1_only and not (FOLDER / "ports").exists():
+            time.sleep(0.01)
         go_wrong(name)
 
 
