@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -74,19 +75,13 @@ class Configurations:
         # Two values are two traits, and both differ; yes and no are one trait (`Prior.covariance`).
         of_trials = [math.sqrt(2) * sd for sd in (_TILES_SD, _ALONE_SD)]
         self.prior = Prior(self._job.hardware, np.array([*effects.values(), *of_trials]))
-        self._rows: dict[Key, Row] = {}
+        self.row = functools.cache(self._make_row)
         self.set_memory(None)
 
     def set_memory(self, memory: Memory | None) -> None:
         """Set the predictions of memory, which change between decisions."""
         self.memory = memory
-        self._edges: dict[Key, float] = {}
-
-    def row(self, key: Key) -> Row:
-        found = self._rows.get(key)
-        if found is None:
-            found = self._rows[key] = self._make_row(key)
-        return found
+        self.edge = functools.cache(self._find_edge)
 
     def _make_row(self, key: Key) -> Row:
         branch = self.problem.space.branches[key[0]]
@@ -103,13 +98,10 @@ class Configurations:
         branch, index = key
         return self.problem.space.branches[branch].settings(index)
 
-    def edge(self, key: Key) -> float:
+    def _find_edge(self, key: Key) -> float:
         """Return the limit of micro batches: the largest that should fit, plus 0.5."""
-        found = self._edges.get(key)
-        if found is None:
-            largest = largest_micro_batch(self.problem, self.memory, self.settings_of(key))
-            found = self._edges[key] = math.floor(largest) + 0.5
-        return found
+        largest = largest_micro_batch(self.problem, self.memory, self.settings_of(key))
+        return math.floor(largest) + 0.5
 
     def points(
         self,
@@ -126,7 +118,7 @@ class Configurations:
             is_alone: whether no other trials ran at the same time, (n,).
         """
         rows = [self.row(key) for key in keys]
-        edges = np.array([self.edge(key) for key in keys])
+        edges = np.array([*map(self.edge, keys)])
         size = np.asarray(micro_batch, float)
         work = np.array([row.work for row in rows]).reshape(-1, len(COLUMNS))
         traits = np.array([row.traits for row in rows]).reshape(-1, len(self._traits))
@@ -152,7 +144,7 @@ class Configurations:
 
     def octaves(self, keys: Sequence[Key], micro_batch: Any) -> Array:
         """Return log2 of the ratio of the micro batches to their limits (`edge`), (n,)."""
-        edges = np.maximum(0.5, np.array([self.edge(key) for key in keys]))
+        edges = np.maximum(0.5, np.array([*map(self.edge, keys)]))
         octaves: Array = np.log2(micro_batch / edges)
         return octaves
 

@@ -80,21 +80,19 @@ class Predictions:
         objective, profile = known.problem.objective, known.problem.profile
         ended, measured, running = [], [], []
         values, errors, latencies_s = [], [], []
-        for each in observations:
-            point, outcome = each.point, each.outcome
-            if point is None:
-                continue
-            key = point.branch, point.index
-            history = self.histories[key]
+        located = [each for each in observations if each.point is not None]
+        keys = _keys_of(located)
+        octaves = known.octaves(keys, [each.batch.micro_batch for each in located])
+        for each, key, octave in zip(located, keys, octaves.tolist(), strict=True):
+            history, outcome = self.histories[key], each.outcome
             if each.is_exact:
-                history.sizes.add(point.micro_batch)
+                history.sizes.add(each.batch.micro_batch)
             if outcome is None:
                 running.append(each)
                 continue
-            octaves = float(known.octaves([key], each.batch.micro_batch)[0])
-            ended.append(Ended(point.branch, known.row(key).values, octaves, outcome))
+            ended.append(Ended(key[0], known.row(key).values, octave, outcome))
             if each.is_exact:
-                history.add(point.micro_batch, ended[-1])
+                history.add(each.batch.micro_batch, ended[-1])
             if outcome.smaller_may_run:
                 self.lacking.append((each.batch.micro_batch, each.batch.gas))
             if outcome.most_samples is not None:
