@@ -25,7 +25,9 @@ def read_text(path: Path) -> str:
     except FileNotFoundError:
         raise UserInputError("there is no such file", where=str(path)) from None
     except UnicodeDecodeError:
-        raise UserInputError("cannot be read: it is not UTF-8 text", where=str(path)) from None
+        raise UserInputError(
+            "cannot be read: it is not UTF-8 text", where=str(path), hint="Save it as UTF-8."
+        ) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or str(error)
         raise UserInputError(f"cannot be read: {reason}", where=str(path)) from None

@@ -69,7 +69,7 @@ class Launch:
         nodes: number of machines, if no hostfile names them.
         takes_all: whether a rank starts on every device.
         devices, not_devices: positions of the devices to use, or not to use; all if both are empty.
-        binds_cores: whether each rank is bound to a share of the processor cores.
+        binds_cores: whether each rank is bound to a share of the CPU cores.
         core_list: cores to share; empty for all cores of the machine.
         passes_local_rank: whether `--local_rank=N` is added to the arguments.
         other_args: arguments of other ranks, if they differ from those of the first.
@@ -181,7 +181,9 @@ def read(path: Path) -> dict[str, int | None]:
             )
         name, slots = match.groups()
         if name in found:
-            raise UserInputError(f"lists {name} twice", where=str(path))
+            raise UserInputError(
+                f"lists {name} twice", where=str(path), hint="Remove one of the lines."
+            )
         found[name] = int(slots) if slots else None
     return found
 
@@ -208,7 +210,7 @@ def choose_machines(
     if nodes is not None:
         if nodes > len(found):
             raise UserInputError(
-                f"{_NODES} {nodes}: the hostfile {path} leaves only {len(found)} machines",
+                f"{_NODES} {nodes}: the hostfile ({path}) leaves only {len(found)} machines",
                 where=_WHERE,
             )
         found = dict(itertools.islice(found.items(), nodes))

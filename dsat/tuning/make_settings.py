@@ -80,7 +80,9 @@ def make_settings(
         value = left.pop(keyword)
         if keyword not in of_method:
             raise UserInputError(
-                f"is not an option of method {method}", where=given.get(keyword, keyword)
+                f"is not an option of method {method}",
+                where=given.get(keyword, keyword),
+                hint="Remove it, or choose a method that has it.",
             )
         own[of_method[keyword]] = value
     if unknown := sorted(set(search_options or {}) - parameters_of(method)):
