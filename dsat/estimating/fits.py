@@ -224,7 +224,8 @@ def _candidates(model: SimulatedModel, devices: EstimateSettings) -> Iterator[_C
 
     First come the strategies that fit by formula: those without offloading, then those with it in
     pinned and in pageable host memory. Each of these is tried as the model is and with activation
-    checkpointing, the fastest first. The last is the strategy that lacks least memory with all.
+    checkpointing, the fastest first. If none fits, the last is the strategy that lacks the least
+    memory with everything that saves memory.
     """
     [slots] = devices.slot_counts
     may_recompute = devices.activation_checkpointing is None

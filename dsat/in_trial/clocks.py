@@ -84,7 +84,7 @@ class MemoryWatch:
 
     Attributes:
         has_allocator: whether the device is asynchronous, with memory of its own.
-        counts_data: whether allocations on processor cores count against a memory limit.
+        counts_data: whether allocations on CPU cores count against a memory limit.
     """
 
     counts_data: ClassVar[bool] = False

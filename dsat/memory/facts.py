@@ -1,4 +1,4 @@
-"""Sizes of a model and settings of DeepSpeed: the input of the closed form."""
+"""Sizes of a model and settings of DeepSpeed: the input of the memory formulas."""
 
 from __future__ import annotations
 

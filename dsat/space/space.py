@@ -104,7 +104,7 @@ class Freedom:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def parallelism(self, settings: Mapping[str, Any] | None = None) -> Parallelism:
-        """Return the parallelism of flat settings; sizes that they lack are the user's."""
+        """Return the parallelism of flat settings; the user's sizes replace missing ones."""
         return parallelism.of_settings(settings or {}, parallelism.of_config(self.base_config))
 
     @property

@@ -40,7 +40,7 @@ class CommandLine:
 def write_line(
     settings: Settings, options: Iterable[Option], given: Mapping[str, Any]
 ) -> CommandLine | None:
-    """Return the command line of a call of `dsat.tune`; None if none says the same.
+    """Return the command line that equals a call of `dsat.tune`; None if there is none.
 
     `options` are those of `dsat.tune`, and `given` the call's values by keyword.
     """

@@ -113,7 +113,7 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
 
 
 def _identify_all(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return two words that identify each host; its commands run behind the words of its prefix.
+    """Return two words that identify each host, from a command after the host's prefix.
 
     Raises:
         UserInputError: a host does not answer, or ssh needs a password.
@@ -158,7 +158,7 @@ def _identify(name: str, process: subprocess.Popen[str]) -> list[str]:
 
 
 def _way_to(name: str, port: int | None) -> tuple[str, bool]:
-    """Return the address at which ssh finds a host, and whether the host certainly has it.
+    """Return the address at which ssh finds a host, and whether it is surely the host's own.
 
     If ssh uses a proxy, or a port other than 22, which may be forwarded, the address may belong to
     another host. If this machine cannot resolve the name, the address is the name.
