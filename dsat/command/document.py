@@ -44,10 +44,8 @@ def copy_as_json(data: Any, at: str = "") -> Any:
         is_list = isinstance(data, list)
         for key, value in enumerate(data) if is_list else getattr(data, "items", tuple)():
             copy_as_json(value, f"{at}.{key}")
-        known = (
-            "contains a value that JSON cannot represent (such as NaN, or a date without quotes)"
-        )
-        raise ValueError(f"{known}{at and f' at {at[1:]}'}: {error}") from None
+        known = f"contains a value that JSON cannot represent{at and f' at {at[1:]}'}: {error}"
+        raise ValueError(f"{known}. Quote dates, and replace NaN and infinity") from None
 
 
 def check_size(data: Any) -> None:
