@@ -100,7 +100,7 @@ def ds_config(dtype: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     `fill_in_sizes` computes later.
 
     Args:
-        dtype: type of the parameters (bf16, fp16 or fp32); if it is None, that of the user's
+        dtype: type of the parameters (bf16, fp16 or fp32); if it is None, the type in the user's
             configuration. If both sections are "auto", it is bf16; without a section, fp32.
 
     Raises:

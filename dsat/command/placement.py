@@ -1,6 +1,6 @@
 """Launchers' options, above all those that choose machines, devices and cores, and hostfiles.
 
-The rules are those of deepspeed/launcher/runner.py (0.19.8, `parse_resource_filter`).
+They follow deepspeed/launcher/runner.py (0.19.8, `parse_resource_filter`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Launch:
         binds_cores: whether each rank is bound to a share of the CPU cores.
         core_list: cores to share; empty for all cores of the machine.
         passes_local_rank: whether `--local_rank=N` is added to the arguments.
-        other_args: arguments of other ranks, if they differ from those of the first.
+        other_args: arguments of other ranks, if they differ from the first rank's.
         batch_in_file: whether a file of the command sets the batch sizes; dsat writes a copy of
             this file with the best ones.
         config_is_word: whether the argument of the DeepSpeed configuration is not a path: the

@@ -40,7 +40,7 @@ class Fit:
     Attributes:
         dtype: type of the parameters; None if a script decides it.
         slots, card_bytes: number of devices, and the memory of each.
-        strategy, batch: those of the user's configuration; without one, dsat's choice.
+        strategy, batch: from the user's configuration; without one, dsat's choice.
         chosen: changes that dsat makes besides choosing a strategy, so that the model fits.
         ways_out: remedies if no strategy fits; empty for the user's own configuration.
         needed_bytes: predicted peak of a device, without the CUDA context and NCCL.

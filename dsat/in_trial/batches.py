@@ -264,7 +264,7 @@ class BatchCounter:
         return not at_ends and sum(rows) > _FEWEST_KEPT * full * len(rows)
 
     def _refusal(self, rows: int) -> InvalidTrial:
-        """Record a fixed batch size of the script; return the trial's error."""
+        """Record a fixed batch size of the script; return the error that ends the trial."""
         self.fixed_batch = rows
         flag = find_batch_flag(sys.argv[1:], rows, TRIAL.script_options)
         advice = _ADVICE_WITH_FLAG.format(flag=flag) if flag else _ADVICE

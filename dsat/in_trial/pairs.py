@@ -65,7 +65,7 @@ def _size_of_pairs(node: Any) -> tuple[int, int] | None:
 
 
 def _shape_before_expansion(node: Any, index: int) -> tuple[int, ...]:
-    """Return the shape of an output of a node, or that before it was expanded along pairs."""
+    """Return the shape of a node's output, before it was expanded along pairs if it was."""
     shape = tuple(map(int, node._input_metadata[index].shape))
     found = shape
     for _ in range(_MOST_NORMALIZED):  # a cosine divides by norms after the expansion

@@ -164,7 +164,7 @@ def _asked(shown: Projection) -> tuple[Row, ...]:
 
 
 def summary(shown: Projection) -> str:
-    """Return the model, the GPUs, and time and cost if asked for; or that nothing fits."""
+    """Return a line on the model and the GPUs, with time and cost, or that nothing fits."""
     card, gpus = shown.card, fmt.count(shown.count, "GPU")
     trained = f" ({shown.trained:,} trained)" if shown.trained < shown.parameters else ""
     in_type = f" in {shown.dtype}" if shown.dtype else ""

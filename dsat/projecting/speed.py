@@ -53,7 +53,7 @@ class ProjectedSpeed:
 
     Args:
         hardware: speed of the GPU.
-        strategies: all strategies to predict, and those of measured trials.
+        strategies: all strategies to predict, and the strategies of measured trials.
     """
 
     def __init__(self, hardware: Hardware, strategies: Sequence[Strategy]) -> None:

@@ -115,7 +115,7 @@ def scaled(trace: StepTrace, slots: int, *, sharded: bool) -> StepTrace:
     """Return a trace scaled to another number of slots.
 
     Groups that span all ranks, perhaps with a stride, grow with the number of ranks. Smaller
-    groups, such as those of tensor parallelism, keep their size.
+    groups, as in tensor parallelism, keep their size.
 
     Args:
         slots: the new number of slots.
@@ -225,7 +225,7 @@ def _kernel_s(kernel: Kernels, card: Card) -> float:
 
 
 def _once(trace: StepTrace, kind: str) -> float:
-    """Bytes that the last micro step's passes move beyond those of an earlier micro step."""
+    """Bytes that the last micro step's passes move in addition to an earlier micro step's."""
     last, each = (trace.bytes_of(kind, _PASSES, last=of) for of in (True, False))
     return max(0.0, last - each)
 

@@ -93,7 +93,7 @@ def make_space(
 
     Args:
         profile: None before the model is profiled.
-        only: the strategies; if empty, those of `searched`.
+        only: the strategies; if empty, `searched` chooses them.
     """
     roomy_bucket = None  # elements in a sixteenth of a device's memory
     if profile is not None:

@@ -111,7 +111,7 @@ class Freedom:
     def fixed(self) -> tuple[str, ...]:
         """Settings that are not searched.
 
-        They are those of `--keep`, and those that the user set in `zero_optimization` to another
+        They are the settings of `--keep`, and what the user set in `zero_optimization` to another
         value than "auto", unless `--search` or `choices` free them.
         """
         zero = self.base_config.get("zero_optimization") or {}

@@ -1,6 +1,6 @@
 """The `autotuning` section of a DeepSpeed configuration, which sets defaults of a search.
 
-The keys are those of deepspeed/autotuning/{constants,config}.py and README.md (0.19.8), and of
+The keys are from deepspeed/autotuning/{constants,config}.py and README.md (0.19.8), and from
 https://www.deepspeed.ai/docs/config-json/#autotuning. `start_step`, `end_step`, `num_gpus` and
 `num_nodes` come from the autotuner's first releases: old configurations still have them.
 """

@@ -20,7 +20,7 @@ _DEFAULTS_OF_TUNE = {"metric": "throughput", "train_batch_size": OWN}
 
 
 def all_options(method: str | None = None, engines: Iterable[str] = ()) -> Iterator[Option]:
-    """Yield the options of a search by `method`; those of `dsat tune` if `method` is None.
+    """Yield the options of a search by `method`, or of `dsat tune` if `method` is None.
 
     `engines` are names of engines that the user registered.
     """

@@ -113,7 +113,10 @@ def _is_of(plan: Plan, run: Run) -> bool:
 
 
 def _read_run(folder: Path) -> Run | None:
-    """Return a run that no cluster ran, empty if its journal is damaged; None without one."""
+    """Return the run in a folder; None without one, or for a search on a cluster.
+
+    A run whose journal is damaged is empty.
+    """
     if not (folder / FILE_NAME).exists():
         return None
     try:
