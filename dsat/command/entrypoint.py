@@ -151,7 +151,7 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path, python: str = "") ->
     words = drop_autotuning(_words(entrypoint))
     env = take_assignments(words)
     if not words or not words[0].strip():
-        raise UserInputError("is empty", where=_WHERE, hint=_FORMS)
+        raise UserInputError("names no program", where=_WHERE, hint=_FORMS)
     if python and _PYTHON.fullmatch(Path(words[0]).name):
         words[0] = "python3"
     found = replace(_command(words), interpreter=python)

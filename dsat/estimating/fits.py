@@ -166,7 +166,9 @@ def _devices(settings: EstimateSettings) -> EstimateSettings:
     if host_memory is None:
         host_memory = settings.host_memory
     elif settings.host_memory not in (None, host_memory):
-        raise UserInputError("contradicts the host memory in --fits", where="--host-memory")
+        raise UserInputError(
+            "contradicts the host memory in --fits", where="--host-memory", hint="Remove it."
+        )
     return replace(
         settings,
         fits=None,

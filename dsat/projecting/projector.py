@@ -127,7 +127,9 @@ def measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metri
             theirs, ours = getattr(profile, name), getattr(facts, name)
             if abs(theirs - ours) > _SAME_MODEL * ours:
                 raise UserInputError(
-                    f"is a run of another model: {theirs:,} {kind} instead of {ours:,}", where=where
+                    f"is a run of another model: {theirs:,} {kind} instead of {ours:,}",
+                    where=where,
+                    hint="Name another run, or leave out --from.",
                 )
         if not own_flops / _SAME_SAMPLES < profile.flops_per_sample < own_flops * _SAME_SAMPLES:
             raise UserInputError(
@@ -146,7 +148,11 @@ def measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metri
         if all(run.plan.switches.get(name) == value for name, value in trial.script_args.items()):
             found.append((of_config(config), trial, outcome.metrics))
     if not found:
-        raise UserInputError("has no measured trial of your present model", where=where)
+        raise UserInputError(
+            "has no measured trial of your present model",
+            where=where,
+            hint="Name another run, or leave out --from.",
+        )
     return found
 
 
@@ -186,7 +192,9 @@ class Projector:
                 errors.append(metrics.standard_error)
         if not points:
             raise UserInputError(
-                "none of its measured strategies can be simulated", where=str(past.folder)
+                "none of its measured strategies can be simulated",
+                where=str(past.folder),
+                hint="Name another run, or leave out --from.",
             )
         self.speed = self.speed.calibrated(
             hardware_of(card), Points.join(points), np.array(log_s), np.array(errors)

@@ -90,7 +90,11 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
     found = _identify_all({"": ["sh", "-c"], **by_ssh})
     here += [name for name in by_ssh if ways[name][0] in ours and found[name] == found[""]]
     if len(here) > 1:
-        raise UserInputError(f"lists this machine twice: {', '.join(here)}", where="--hostfile")
+        raise UserInputError(
+            f"lists this machine twice: {', '.join(here)}",
+            where="--hostfile",
+            hint="Keep one of these names.",
+        )
     others = {name: address for name, (address, _) in ways.items() if name not in here}
     for name, address in others.items():
         if address in ours and len(names) > 1:
