@@ -274,7 +274,7 @@ def write_tables(rows: Sequence[Row], folder: Path) -> None:
 
 def page(rows: Sequence[Row]) -> str:
     """Return the text of the page."""
-    numbers = ("memory of a card", "largest micro batch", "longest sequence", "tokens/s")
+    numbers = ("memory of a GPU", "largest micro batch", "longest sequence", "tokens/s")
     heads = ("model", "machine", "strategy", *numbers, "")
     shown = []
     for name in dict.fromkeys(row.model for row in rows):

@@ -267,7 +267,7 @@ def main() -> None:
     common.choose(args.names, known, parser)
     machine = find_machine()
     if not machine.is_cpu:
-        sys.exit(f"the tables are of processor cores, and this is {machine.describe()}")
+        sys.exit(f"the tables are of CPU cores, and this is {machine.describe()}")
     for spec in (spec for spec in SPECS if spec.name in (args.names or known)):
         path = args.data / f"{spec.name}{tables.SUFFIX}.gz"
         if path.exists():

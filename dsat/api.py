@@ -156,7 +156,7 @@ def tune(
     Args:
         target: a script (`"train.py"`), a command (`["torchrun", "train.py", "--deepspeed_config",
             "ds.json"]`), or an experiment configuration (`"deepspeed.yaml"`).
-        model_dir: the folder of an experiment's script; by default that of its configuration.
+        model_dir: the folder of an experiment's script; by default its configuration's folder.
         method: "model", "asha", "binary", "random" or "gridsearch", or a name passed to
             `register_search`.
         callbacks: functions called after each trial with its row (see `Result`); not on a cluster.
@@ -265,7 +265,7 @@ def estimate(
 
     Args:
         target: a script, command or experiment, as for `tune`; None with `model`.
-        model_dir: the folder of an experiment's script; by default that of its configuration.
+        model_dir: the folder of an experiment's script; by default its configuration's folder.
         options: see below.
 
     Returns:
@@ -289,7 +289,7 @@ def project(
 
     Args:
         target: a script, command or experiment, as for `tune`; None with `model`.
-        model_dir: the folder of an experiment's script; by default that of its configuration.
+        model_dir: the folder of an experiment's script; by default its configuration's folder.
         options: see below.
 
     Returns:

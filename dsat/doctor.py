@@ -84,7 +84,7 @@ def _accelerators() -> Iterator[Finding]:
     elif notes:
         remedy = "choose free devices with CUDA_VISIBLE_DEVICES, or end the programs that use them"
         if "in use by" not in notes:  # a warning about too few cores
-            remedy = "allow more processor cores, or use fewer devices (--max-slots)"
+            remedy = "allow more CPU cores, or use fewer devices (--max-slots)"
         yield Finding("accelerators", found, WARNING, notes, remedy)
     else:
         yield Finding("accelerators", found)

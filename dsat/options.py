@@ -104,7 +104,7 @@ class Option:
 
     @property
     def keywords(self) -> set[str]:
-        """All keywords of the Python API that set this option, including those of earlier names."""
+        """All keywords of the Python API that set this option, including earlier names."""
         return {self.keyword, *(_keyword(flag) for flag in self.old if flag.startswith("--"))}
 
     @property

@@ -82,7 +82,7 @@ class Pair:
 PAIRS: Mapping[str, Pair] = {
     "oldest": Pair("3.10", "==2.5.1", "==0.15.4", ("accelerate==1.1.1", "transformers==4.46.3")),
     "older": Pair("3.11", "==2.7.1", "==0.17.6", ("accelerate==1.8.1", "transformers==4.53.3")),
-    # DeepSpeed 0.18.7 to 0.18.9 cannot train on several processor cores in stages 1 and 2.
+    # DeepSpeed 0.18.7 to 0.18.9 cannot train on several CPU cores in stages 1 and 2.
     "recent": Pair("3.12", "==2.9.1", "==0.18.6", ("transformers==4.57.6",)),
     "between": Pair("3.13", "==2.12.1", "==0.19.2"),
     "newest": Pair("", "", ""),

@@ -83,7 +83,9 @@ def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
             )
         flags = [flag for each in options for flag in each.flags]
         hint = did_you_mean(unknown[0].partition("=")[0], flags, 0.75).strip()
-        parser.error(f"dsat {name} has no option {unknown[0]}. {hint}".strip())
+        parser.error(
+            f"dsat {name} has no option {unknown[0]}; see `dsat {name} --help`. {hint}".strip()
+        )
     values = vars(namespace)
     del values["command_name"]
     try:

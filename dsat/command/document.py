@@ -25,7 +25,9 @@ def read_text(path: Path) -> str:
     except FileNotFoundError:
         raise UserInputError("there is no such file", where=str(path)) from None
     except UnicodeDecodeError:
-        raise UserInputError("cannot be read: it is not UTF-8 text", where=str(path)) from None
+        raise UserInputError(
+            "cannot be read: it is not UTF-8 text", where=str(path), hint="Save it as UTF-8."
+        ) from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or str(error)
         raise UserInputError(f"cannot be read: {reason}", where=str(path)) from None
@@ -42,10 +44,8 @@ def copy_as_json(data: Any, at: str = "") -> Any:
         is_list = isinstance(data, list)
         for key, value in enumerate(data) if is_list else getattr(data, "items", tuple)():
             copy_as_json(value, f"{at}.{key}")
-        known = (
-            "contains a value that JSON cannot represent (such as NaN, or a date without quotes)"
-        )
-        raise ValueError(f"{known}{at and f' at {at[1:]}'}: {error}") from None
+        known = f"contains a value that JSON cannot represent{at and f' at {at[1:]}'}: {error}"
+        raise ValueError(f"{known}. Quote dates, and replace NaN and infinity") from None
 
 
 def check_size(data: Any) -> None:

@@ -79,7 +79,7 @@ def _parse_hjson(text: str) -> Any:
             f"is not valid JSON: {error.msg} (line {error.lineno}, column {error.colno})"
         ) from None
     except OverflowError:  # hjson converts 1e999 to an integer
-        raise ValueError("is not valid JSON: it contains a number that is too large") from None
+        raise ValueError("is not valid JSON: a number is too large. Write at most 1e308") from None
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         twice = ", ".join(key for key, count in counts.items() if count > 1)
-        raise ValueError(f"repeats a key, which DeepSpeed refuses: {twice}")
+        raise ValueError(f"repeats a key, which DeepSpeed refuses: {twice}. Keep one of them")
     return found
 
 

@@ -60,8 +60,8 @@ class Entrypoint(Recorded):
         started_in: the command's working folder; empty if dsat did not run it.
         needs_command: why each trial must run the user's command again; empty if dsat can start
             its ranks directly.
-        config_word: argument that names the DeepSpeed configuration without a flag that says so,
-            such as `ds.json` or `--config=ds.json`; empty if there is none.
+        config_word: argument that names the DeepSpeed configuration, if no known flag does, such as
+            `ds.json` or `--config=ds.json`; empty if there is none.
     """
 
     script: str = ""
@@ -151,7 +151,7 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path, python: str = "") ->
     words = drop_autotuning(_words(entrypoint))
     env = take_assignments(words)
     if not words or not words[0].strip():
-        raise UserInputError("is empty", where=_WHERE, hint=_FORMS)
+        raise UserInputError("names no program", where=_WHERE, hint=_FORMS)
     if python and _PYTHON.fullmatch(Path(words[0]).name):
         words[0] = "python3"
     found = replace(_command(words), interpreter=python)
@@ -256,7 +256,11 @@ def _words(entrypoint: str | Sequence[str]) -> list[str]:
     try:
         return shlex.split(entrypoint)
     except ValueError as error:
-        raise UserInputError(f"{entrypoint!r}: {error}", where=_WHERE) from None
+        raise UserInputError(
+            f"{entrypoint!r} cannot be split into words: {error}",
+            where=_WHERE,
+            hint="Correct the quotes.",
+        ) from None
 
 
 def _command(words: list[str]) -> Entrypoint:

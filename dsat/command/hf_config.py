@@ -100,7 +100,7 @@ def ds_config(dtype: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     `fill_in_sizes` computes later.
 
     Args:
-        dtype: type of the parameters (bf16, fp16 or fp32); if it is None, that of the user's
+        dtype: type of the parameters (bf16, fp16 or fp32); if it is None, the type in the user's
             configuration. If both sections are "auto", it is bf16; without a section, fp32.
 
     Raises:
@@ -109,7 +109,11 @@ def ds_config(dtype: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     own, _ = configs.data_types(given)
     differs = own in _PRECISIONS and own != dtype
     if dtype is not None and (differs or configs.at(given, f"{dtype}.enabled") is False):
-        raise UserInputError("contradicts the precision in --ds-config", where=f"--dtype {dtype}")
+        raise UserInputError(
+            "contradicts the precision in --ds-config",
+            where=f"--dtype {dtype}",
+            hint="Make both the same, or remove --dtype.",
+        )
     auto = [name for name in _PRECISIONS if configs.at(given, f"{name}.enabled") == configs.AUTO]
     chosen = dtype or own or (auto or _PRECISIONS)[0]
     usual: dict[str, Any] = {

@@ -119,7 +119,7 @@ class Answer:
         switches: values of fields of TrainingArguments.
         in_arguments: whether the script's arguments name the DeepSpeed configuration.
         by_accelerate: whether accelerate passes the DeepSpeed configuration to the script.
-        variables: environment variables of the command, in addition to those of dsat.
+        variables: environment variables of the command, besides dsat's.
     """
 
     path: Path

@@ -1,6 +1,6 @@
 """Launchers' options, above all those that choose machines, devices and cores, and hostfiles.
 
-The rules are those of deepspeed/launcher/runner.py (0.19.8, `parse_resource_filter`).
+They follow deepspeed/launcher/runner.py (0.19.8, `parse_resource_filter`).
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class Launch:
         nodes: number of machines, if no hostfile names them.
         takes_all: whether a rank starts on every device.
         devices, not_devices: positions of the devices to use, or not to use; all if both are empty.
-        binds_cores: whether each rank is bound to a share of the processor cores.
+        binds_cores: whether each rank is bound to a share of the CPU cores.
         core_list: cores to share; empty for all cores of the machine.
         passes_local_rank: whether `--local_rank=N` is added to the arguments.
-        other_args: arguments of other ranks, if they differ from those of the first.
+        other_args: arguments of other ranks, if they differ from the first rank's.
         batch_in_file: whether a file of the command sets the batch sizes; dsat writes a copy of
             this file with the best ones.
         config_is_word: whether the argument of the DeepSpeed configuration is not a path: the
@@ -181,7 +181,9 @@ def read(path: Path) -> dict[str, int | None]:
             )
         name, slots = match.groups()
         if name in found:
-            raise UserInputError(f"lists {name} twice", where=str(path))
+            raise UserInputError(
+                f"lists {name} twice", where=str(path), hint="Remove one of the lines."
+            )
         found[name] = int(slots) if slots else None
     return found
 
@@ -208,7 +210,7 @@ def choose_machines(
     if nodes is not None:
         if nodes > len(found):
             raise UserInputError(
-                f"{_NODES} {nodes}: the hostfile {path} leaves only {len(found)} machines",
+                f"{_NODES} {nodes}: the hostfile ({path}) leaves only {len(found)} machines",
                 where=_WHERE,
             )
         found = dict(itertools.islice(found.items(), nodes))

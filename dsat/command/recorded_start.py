@@ -60,7 +60,7 @@ class RankStart(Recorded):
         env: environment variables at its start.
         env_later: variables that choose devices, if it set them after its start.
         env_above: variables that choose devices, as the processes that started it had them.
-        cores: processor cores that it could use when it began.
+        cores: CPU cores that it could use when it began.
         config: the configuration that it passed to `deepspeed.initialize`; None if not recorded.
         config_problem: why `config` cannot be written as JSON; empty if it can.
     """
@@ -226,8 +226,8 @@ def _chosen_devices(ranks: Sequence[RankStart], given: Mapping[str, str]) -> dic
     """Return variables by which the command itself chooses devices.
 
     Variables that a launcher set do not count: each rank has another device, or (with DeepSpeed)
-    devices are numbered from 0. What the script sets later replaces the choice for a trial, so the
-    devices of all ranks are chosen: trials then run one at a time.
+    devices are numbered from 0. A script that sets them itself would override the devices of each
+    trial. So the result has the devices of all ranks, and trials run one at a time.
     """
     numbered = ",".join(map(str, range(len(ranks)))) if "CROSS_SIZE" in ranks[0].env else None
     found = {}

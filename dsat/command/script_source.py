@@ -34,8 +34,8 @@ def starts_ranks(source: str, name: str) -> bool:
     """Return whether a script starts its ranks itself, with a launcher or by spawning them.
 
     False for a script that spawns and also reads its rank from the environment: a launcher may
-    start it, too. In a script that trains, only a launcher of the script itself, which has this
-    name, counts: another may start an evaluation.
+    start it, too. If the script itself trains, a launcher counts only if it starts this script
+    (`name`): another launcher may start an evaluation.
     """
     calls = [source[call.end() : call.end() + _CALL] for call in _STARTS_PROGRAMS.finditer(source)]
     launches = [each for call in calls if _NAMES_LAUNCHER.search(each := call.split(")\n")[0])]

@@ -103,7 +103,11 @@ def _options(key: str, item: Any, where: str) -> list[Any]:
     if isinstance(item, Mapping):
         return _product(item, where) or [dict(item)]
     if isinstance(item, list):
-        raise UserInputError(f"contains a list inside a list, {item!r}", where=where)
+        raise UserInputError(
+            f"contains a list inside a list, {item!r}",
+            where=where,
+            hint="Write one list of values.",
+        )
     if isinstance(item, float) and item.is_integer() and key != "ratio":
         item = int(item)  # 5e8 is a size
     if key != "stage":

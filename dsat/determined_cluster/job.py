@@ -3,7 +3,8 @@
 The job is a file in the context of the runner's experiment, and everyone who sees the experiment
 can read it. So it leaves out what may hold secrets in your configuration (environment variables,
 credentials of the registry and the storage, `data`, `integrations`). The configuration of the
-runner's experiment keeps these, below `data` if changes for the runner alone replace them.
+runner's experiment keeps these. If `--search-runner-config` changes them there, the user's own
+values are kept below `data`.
 """
 
 from __future__ import annotations

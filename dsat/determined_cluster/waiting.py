@@ -35,7 +35,8 @@ def long_poll(
 
     Args:
         check: called every `every_s`; raises an exception to abandon the request.
-        is_idle: whether the experiment is paused or ended. Only a new request would return that.
+        is_idle: whether the experiment is paused or ended. A request that waits does not return
+            for this, so a new one is made.
     """
     poll, was_idle = _in_background(ask), False
     while True:
@@ -106,7 +107,7 @@ class StateWatch:
 
 
 class TimeLimit:
-    """Search for trials that hold their slots for longer than the time limit allows.
+    """Detector of trials that hold their slots for longer than the time limit allows.
 
     A trial ends itself at the limit, but only once its script has called dsat.
 

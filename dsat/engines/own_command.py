@@ -229,8 +229,8 @@ class OwnCommand:
     def _check_hook(self) -> None:
         """Raise UserInputError if a process of the command with torch and a socket lacks the hook.
 
-        Such a process would train unmeasured, and overwrite checkpoints. Other processes that
-        prepare data open no socket, and helpers are started by a rank.
+        Such a process would train unmeasured, and overwrite checkpoints. Processes without a
+        socket, which may prepare data, and processes that a rank started do not count.
         """
         if time.monotonic() < self._checks_hook_s or (self.folder / UNMARKED_FILE).exists():
             return

@@ -1,4 +1,4 @@
-"""Environment variables and processor cores of ranks, the same in trials and in training."""
+"""Environment variables and CPU cores of ranks, the same in trials and in training."""
 
 from __future__ import annotations
 

@@ -138,11 +138,11 @@ class StartBuilder:
 
 @dataclass
 class _Plan:
-    """One start of a trial's ranks.
+    """Everything that one start of a trial's ranks needs.
 
     Attributes:
         program: entrypoint with the trial's configuration.
-        ports: three ports for the first host of the trial; they are free on this machine.
+        ports: three ports that are free on this machine: for rank 0, and two for Determined.
         machine: the machine of the first host; all are alike.
         addresses: of the hosts; loopback if there is only one.
     """
@@ -236,7 +236,7 @@ class _Plan:
     def changes(self) -> dict[str, Any]:
         """Return arguments and variables that the hook changes in the user's command.
 
-        `env` is a pair: the user's values and the trial's. `args` lists such pairs of ranks.
+        `env` is a pair: the user's values and the trial's. `args` has such a pair for each rank.
         """
         before, wanted = self.builder.program, self.program
         args = ([program.args, *program.launch.other_args] for program in (before, wanted))

@@ -126,7 +126,10 @@ class Supervisors:
                     "file system that all hosts share (--run-dir)"
                 )
             if not answer["is_folder"]:
-                raise EngineError(f"host {name} has no folder {folder}")
+                raise EngineError(
+                    f"host {name} has no folder {folder}. Put it on a file system that all hosts "
+                    "share"
+                )
             for file, one, other in zip(files, own, its_own, strict=True):
                 if one != other:
                     has = f"a different {file} than this machine" if other else f"no {file}"

@@ -21,7 +21,7 @@ from dsat.values import parallelism
 from dsat.values.zero_strategy import Strategy
 
 _STEP_TOKENS = 16_384  # of each device, in the compared steps
-_SIZE_TOLERANCE = 2**30  # bytes between the given memory and a card's
+_SIZE_TOLERANCE = 2**30  # bytes between the given memory and a GPU's
 # Of strategies within this factor of the fastest, the first that practitioners try is advised.
 _CLOSE = 1.1
 
@@ -31,8 +31,8 @@ class Advice:
     """The advised strategy for a number of devices with the same memory.
 
     Attributes:
-        card: the card whose speed is predicted; empty if speed is unknown. Then the strategy is the
-            first that practitioners try.
+        card: the GPU model whose speed is predicted; empty if speed is unknown. Then the strategy
+            is the first that practitioners try.
         needed: bytes that a device needs for a micro batch of 1.
         other: strategy for comparison: the fastest, if the advised one is only about as fast; else
             the first that practitioners try. None if that is the advised one, or if speed is
@@ -105,7 +105,7 @@ def _best(
 
 
 def _usual_card(size: int) -> Card | None:
-    """Return the fastest card with about this memory; None if there is none."""
+    """Return the fastest GPU model with about this memory; None if there is none."""
     known = [c for c in cards.table().values() if abs(c.memory_bytes - size) < _SIZE_TOLERANCE]
     return max(known, key=lambda card: card.peak(2), default=None)
 

@@ -20,17 +20,17 @@ from dsat.values.table import Table
 from dsat.values.zero_strategy import Strategy
 
 SIZES = tuple(sorted({card.memory_bytes for card in known.table().values()}))
-# Numbers of cards that people rent: any number in one host, or several whole hosts.
+# Numbers of GPUs that people rent: any number in one host, or several whole hosts.
 _MOST = 1024
 _COUNTS = (*range(1, host.PER_HOST), *range(host.PER_HOST, _MOST + 1, host.PER_HOST))
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The fewest cards of a size that hold a model.
+    """The fewest GPUs of a size that hold a model.
 
     Attributes:
-        memory_bytes: memory of a card.
+        memory_bytes: memory of a GPU.
         cards: number of cards: any number up to 8, whole hosts of 8 above.
         strategy: the first strategy that fits, in the order of `LADDER`.
         micro_batch: the largest micro batch that fits.
@@ -53,12 +53,12 @@ def fewest(
     host_memory: int | None = None,
     sizes: Sequence[int] = SIZES,
 ) -> list[Choice]:
-    """Return the fewest cards of each size without offloading; also with it if that needs fewer.
+    """Return the fewest GPUs of each size without offloading, and with it if that needs fewer.
 
     Args:
         base: the user's DeepSpeed configuration.
         host_memory: bytes of a host; None if unknown.
-        sizes: memory sizes of cards in bytes.
+        sizes: memory sizes of GPUs in bytes.
     """
     offloading = [strategy for strategy in compared(base) if strategy.offloads]
     without = [strategy for strategy in compared(base) if not strategy.offloads]
@@ -70,7 +70,7 @@ def fewest(
         counts = [n for n in counts if total % (each * shared.data(n)) == 0]
 
     def on(cards: int, size: int, among: Sequence[Strategy]) -> list[Choice]:
-        """Return a choice for each strategy that fits the cards; ignore the host's memory."""
+        """Return a choice for each strategy that fits the GPUs; ignore the host's memory."""
         choices, facts = [], basis.variants[0].facts
         model = MemoryModel(basis, slots=cards, limit_bytes=size, on_device=True)
         for strategy in among:
@@ -83,7 +83,7 @@ def fewest(
         return choices
 
     def first(size: int, among: Sequence[Strategy]) -> Choice | None:
-        # The more cards, the less memory each needs: a binary search finds the smallest number.
+        # The more GPUs, the less memory each needs: a binary search finds the smallest number.
         at = bisect.bisect_left(counts, True, key=lambda n: bool(on(n, size, among)))
         # A host with more ranks may need more memory, because each rank loads the weights.
         held = itertools.chain.from_iterable(on(n, size, among) for n in counts[at:])

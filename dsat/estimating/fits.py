@@ -40,7 +40,7 @@ class Fit:
     Attributes:
         dtype: type of the parameters; None if a script decides it.
         slots, card_bytes: number of devices, and the memory of each.
-        strategy, batch: those of the user's configuration; without one, dsat's choice.
+        strategy, batch: from the user's configuration; without one, dsat's choice.
         chosen: changes that dsat makes besides choosing a strategy, so that the model fits.
         ways_out: remedies if no strategy fits; empty for the user's own configuration.
         needed_bytes: predicted peak of a device, without the CUDA context and NCCL.
@@ -166,7 +166,9 @@ def _devices(settings: EstimateSettings) -> EstimateSettings:
     if host_memory is None:
         host_memory = settings.host_memory
     elif settings.host_memory not in (None, host_memory):
-        raise UserInputError("contradicts the host memory in --fits", where="--host-memory")
+        raise UserInputError(
+            "contradicts the host memory in --fits", where="--host-memory", hint="Remove it."
+        )
     return replace(
         settings,
         fits=None,
@@ -224,7 +226,8 @@ def _candidates(model: SimulatedModel, devices: EstimateSettings) -> Iterator[_C
 
     First come the strategies that fit by formula: those without offloading, then those with it in
     pinned and in pageable host memory. Each of these is tried as the model is and with activation
-    checkpointing, the fastest first. The last is the strategy that lacks least memory with all.
+    checkpointing, the fastest first. If none fits, the last is the strategy that lacks the least
+    memory with everything that saves memory.
     """
     [slots] = devices.slot_counts
     may_recompute = devices.activation_checkpointing is None

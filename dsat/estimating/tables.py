@@ -41,7 +41,7 @@ class Estimate:
         lines: one for every strategy and number of devices.
         advice: the strategy to use, for each number of devices and memory of a device.
         edges: strategies that nearly fit.
-        cards: the fewest cards of each usual memory size.
+        cards: the fewest GPUs of each usual memory size.
         sequence_length: tokens of a sample; None if samples are not sequences.
         dtype: type of the parameters; None if a script decides it.
     """
@@ -210,7 +210,7 @@ class LineByLine:
         return Line(strategy, slots, found, needed, host_bytes, saved, largest, longest)
 
     def estimate(self) -> Estimate:
-        """Return the current tables with advice, edges and fewest cards."""
+        """Return the current tables with advice, edges and fewest GPUs."""
         config, lines = self._model.config, self.lines()
         cards = fewest_cards.fewest(self._basis, config, self._settings.host_memory)
         advice = advise(self._facts, config, lines, self._length)
@@ -275,7 +275,7 @@ def estimate(settings: EstimateSettings) -> Estimate:
 
 
 def needs_simulation(config: Mapping[str, Any]) -> bool:
-    """Return whether the closed form, for Adam and AdamW, does not cover the optimizer."""
+    """Return whether the formulas, for Adam and AdamW, do not cover the optimizer."""
     kind = str((config.get("optimizer") or {}).get("type", "Adam"))
     return kind.lower() not in ("adam", "adamw")
 

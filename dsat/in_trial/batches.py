@@ -73,7 +73,7 @@ _LARGE = 256  # values; searching them takes some tenths of a millisecond
 
 
 def is_about(warning: str) -> bool:
-    """Return whether a warning is about the number of samples that the script feeds."""
+    """Return whether a warning is about the samples or the accumulation of the script."""
     filled_in = tuple(text.partition("{")[0] for text in (OF_ITS_OWN, OWN_ACCUMULATION, TOO_FEW))
     return warning in (UNCOUNTED, DROPPED, UNSEEN) or warning.startswith(filled_in)
 
@@ -218,7 +218,11 @@ class BatchCounter:
         return {}
 
     def _count_rows(self, shapes: Mapping[str, Shape], carriers: Mapping[str, int]) -> int | None:
-        """Return the rows of a call; without carriers, those that all tensors with several have."""
+        """Return the number of samples in a call; None if unknown.
+
+        `carriers` are tensors with their sample dimensions. Without them, all tensors with more
+        than one row must have equally many.
+        """
         if carriers:
             sizes = [_size(shapes[p], d) for p, d in carriers.items() if p in shapes]
             return max((size for size in sizes if size is not None), default=None)
@@ -260,7 +264,7 @@ class BatchCounter:
         return not at_ends and sum(rows) > _FEWEST_KEPT * full * len(rows)
 
     def _refusal(self, rows: int) -> InvalidTrial:
-        """Record a fixed batch size of the script; return the trial's error."""
+        """Record a fixed batch size of the script; return the error that ends the trial."""
         self.fixed_batch = rows
         flag = find_batch_flag(sys.argv[1:], rows, TRIAL.script_options)
         advice = _ADVICE_WITH_FLAG.format(flag=flag) if flag else _ADVICE

@@ -83,8 +83,8 @@ class MemoryWatch:
     """Recorder of peak memory by phase: of the device's allocator and of the resident set.
 
     Attributes:
-        has_allocator: whether the device is asynchronous, with memory of its own.
-        counts_data: whether allocations on processor cores count against a memory limit.
+        has_allocator: whether the device is asynchronous and has separate memory.
+        counts_data: whether allocations on CPU cores count against a memory limit.
     """
 
     counts_data: ClassVar[bool] = False

@@ -3,7 +3,7 @@
 Many scripts build their configuration in code, or read a file that no argument names. The
 configuration that the script passes is kept if it agrees with the trial: for example, if it is the
 trial's file, completed by the Hugging Face libraries. Otherwise it is replaced, unless it belongs
-to another model (see `install`). The names of arguments are those of deepspeed 0.14 to 0.19.
+to another model (see `install`). The arguments have the names of deepspeed 0.14 to 0.19.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ _OUT_OF_MEMORY = (
     "cublas_status_alloc_failed",
     "cudnn_status_alloc_failed",
 )
-# The slot's memory if slots are processor cores, otherwise the host's.
+# The slot's memory if slots are CPU cores, otherwise the host's.
 _CPU_OUT_OF_MEMORY = (
     "defaultcpuallocator: can't allocate memory",
     "defaultcpuallocator: not enough memory",

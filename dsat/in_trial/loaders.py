@@ -59,7 +59,7 @@ def samples(batch_size: int, micro_steps: int) -> tuple[int | None, int]:
     """Return upper bounds on the samples of the training's loader on this rank.
 
     In each micro step, a loader may load several micro batches, of which the script uses one: TRL's
-    GRPO loads those of a whole optimizer step (`GRPOTrainer.get_train_dataloader`).
+    GRPO loads all of an optimizer step (`GRPOTrainer.get_train_dataloader`).
 
     Args:
         batch_size: the micro batch.
@@ -67,7 +67,7 @@ def samples(batch_size: int, micro_steps: int) -> tuple[int | None, int]:
             have fewer than the others.
 
     Returns:
-        The samples that the micro steps of one epoch use, and those of all epochs begun so far.
+        The samples that the micro steps use in one epoch, and in all epochs begun so far.
         None and 0 if no loader of known length loaded batches for at least half of the micro steps.
     """
     of_epoch, of_all = 0, 0

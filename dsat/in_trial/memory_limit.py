@@ -1,4 +1,4 @@
-"""Limits on the memory of processes on processor cores."""
+"""Limits on the memory of processes on CPU cores."""
 
 from __future__ import annotations
 

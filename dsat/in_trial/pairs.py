@@ -19,11 +19,11 @@ _MOST_NORMALIZED = 4  # nodes between a product by elements and the expansion of
 def compares_samples(loss: Any, micro_batch: int, ranks: int) -> bool:
     """Return whether a loss compares outputs of all pairs of samples.
 
-    Such a loss has in its graph a product of two computed matrices, which are not parameters, their
-    distances, or an operation by elements on rows and columns (`z[:, None] * z[None]`). Each sample
-    of one rank, or of all ranks, has one row, or two rows for two views. The columns are as many as
-    the rows, or a multiple: twice as many (hard negatives), or once or twice as many for each rank
-    (samples of other ranks).
+    Such a loss has one of these in its graph: a product of two matrices that are not parameters,
+    their distances, or an operation by elements on rows and columns (`z[:, None] * z[None]`). The
+    matrix has one row, or two for two views, for each sample of one rank or of all ranks. It has as
+    many columns as rows, or a multiple: twice as many (hard negatives), or once or twice as many
+    for each rank (samples of other ranks).
     """
     waiting = deque([getattr(loss, "grad_fn", None)])
     known: set[Any] = set()
@@ -65,7 +65,7 @@ def _size_of_pairs(node: Any) -> tuple[int, int] | None:
 
 
 def _shape_before_expansion(node: Any, index: int) -> tuple[int, ...]:
-    """Return the shape of an output of a node, or that before it was expanded along pairs."""
+    """Return the shape of a node's output, before it was expanded along pairs if it was."""
     shape = tuple(map(int, node._input_metadata[index].shape))
     found = shape
     for _ in range(_MOST_NORMALIZED):  # a cosine divides by norms after the expansion

@@ -237,8 +237,8 @@ class Rank:
     def _find_accumulation_flag(self, outcome: Outcome) -> str:
         """Return a flag that repeats the user's accumulation; empty if trials need to set none.
 
-        Trials set the arguments of a Trainer, and flags of its name. The script must not accumulate
-        by itself.
+        Trials need none if the script has a Trainer, whose arguments they set, or a flag with the
+        Trainer's name for it, or if the script ignores `gradient_accumulation_steps`.
         """
         spec, switches, args = self._spec, TRIAL.trainer.switches.found, sys.argv[1:]
         facts = None if outcome.training is None else outcome.training.facts
@@ -266,7 +266,7 @@ class Rank:
         return self._has_engine and (not self._spec.own or may_train or dist.is_initialized())
 
     def _may_be_helper(self) -> bool:
-        """Return whether this process may be a launcher or a helper, since its rank has begun."""
+        """Return whether this rank has begun in another process, so this may be a helper."""
         number, size = rank_and_size()
         return has_begun(self._folder, number if size > 1 else "*")
 

@@ -67,7 +67,7 @@ class RankSpec(Recorded):
         program: entrypoint with the trial's configuration, without environment variables.
         meter: what to measure; None in a full-length run or a simulation.
         cpu_memory_bytes: memory that a rank may allocate beyond its imports; None for no limit.
-        threads: threads of each rank if slots are processor cores; else None.
+        threads: threads of each rank if slots are CPU cores; else None.
         simulation_folder: folder of messages if the script runs only for simulations; else None.
         own: whether the script runs unchanged, with its own batch sizes and devices.
         is_command: whether the user's whole command runs, and starts the ranks.

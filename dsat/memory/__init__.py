@@ -1,1 +1,1 @@
-"""Memory predictions: closed form, corrected by simulations and by trials."""
+"""Memory predictions: formulas, corrected by simulations and by trials."""

@@ -1,4 +1,4 @@
-"""Memory of a configuration in closed form, without a simulation.
+"""Memory of a configuration by formulas, without a simulation.
 
 The formulas are derived from deepspeed 0.19.8 (`runtime/zero/stage_1_and_2.py`, `stage3.py`,
 `bf16_optimizer.py`, `fp16/fused_optimizer.py`, `engine.py`); tests compare them with simulations.

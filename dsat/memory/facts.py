@@ -1,4 +1,4 @@
-"""Sizes of a model and settings of DeepSpeed: the input of the closed form."""
+"""Sizes of a model and settings of DeepSpeed: the input of the memory formulas."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ class ModelFacts:
         largest_param: elements of the largest trained parameter; 0 if unknown.
         usual_param: elements of the parameter that holds the median trained element, if parameters
             are ordered by size; 0 if unknown.
-        kept_params: those of `num_params` that AutoTP does not divide, such as embeddings; 0 if
-            unknown.
+        kept_params: elements that AutoTP does not divide, such as embeddings; 0 if unknown.
         forward_bytes_per_sample: peak of activations in the forward pass, including the loss.
         backward_bytes_per_sample: peak of activations in the backward pass, without gradients of
             parameters.
@@ -203,7 +202,7 @@ def _size(section: Mapping[str, Any], key: str, default: int) -> int:
 def _low_precision_state(config: Mapping[str, Any]) -> tuple[bool, bool]:
     """Return whether master weights, and whether moments, have the model's own type.
 
-    The settings are those of runtime/precision_config.py, such as `bf16_optimizer_states`.
+    runtime/precision_config.py declares the settings, such as `bf16_optimizer_states`.
     """
     bf16 = config.get("bf16") or config.get("bfloat16") or {}
     fp16 = config.get("fp16") or {}

@@ -18,7 +18,7 @@ from dsat.values.trial import BatchTriple
 
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
 # Without simulations, predictions are trusted up to this multiple of the largest micro batch that
-# ran: the closed form does not know what a script computes outside of its model.
+# ran: the formulas do not know what a script computes outside of its model.
 FARTHEST = 16
 
 

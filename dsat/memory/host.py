@@ -80,7 +80,7 @@ def is_pinned(config: Mapping[str, Any]) -> bool:
 
 @functools.cache
 def pins_by_default() -> bool:
-    """Return whether the installed DeepSpeed pins offloaded state unless told otherwise."""
+    """Return whether the installed DeepSpeed pins offloaded state by default."""
     try:
         return not hazards.is_one_of(metadata.version("deepspeed"), _WITHOUT_PINNING)
     except metadata.PackageNotFoundError:

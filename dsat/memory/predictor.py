@@ -1,9 +1,9 @@
 """Memory of every configuration of a run: from a few simulations, corrected by every trial.
 
-One configuration of each strategy is simulated at about its largest micro batch. The closed form
-derives the others from it, and trials add what no simulation sees. The memory of each phase is a
-maximum of polynomials of degree 1 or 2 in the micro batch, from which the largest micro batch that
-fits is computed.
+One configuration of each strategy is simulated at about its largest micro batch. Formulas derive
+the others from it, and trials add what no simulation sees. The memory of each phase is a maximum of
+polynomials of degree 1 or 2 in the micro batch, from which the largest micro batch that fits is
+computed.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Basis(Recorded):
         return {}
 
     def corrections(self, slots: int) -> list[_Corrections]:
-        """Return the corrections of the closed form on a number of slots, in order of variants."""
+        """Return the corrections of the formulas on a number of slots, in order of variants."""
         if slots not in self._known_corrections:
             found = [_corrections(variant, slots) for variant in self.variants]
             self._known_corrections[slots] = found
@@ -148,7 +148,7 @@ _OF_PAIRS = {name: f"{name}, of pairs" for name in PHASES}  # keys of bytes per 
 
 
 def _corrections(variant: Variant, slots: int) -> _Corrections:
-    """Return simulated minus closed-form bytes, by `_group` and by phase or `_HOST`."""
+    """Return simulated minus formula bytes, by `_group` and by phase or `_HOST`."""
     found: dict[str, dict[float, Mapping[str, float]]] = {}
     divided = {_group(a.config): of_config(a.config).stage > 0 for a in variant.anchors}
     first: dict[tuple[str, int], Anchor] = {}
@@ -169,7 +169,7 @@ def _corrections(variant: Variant, slots: int) -> _Corrections:
 
 
 def _excess(facts: ModelFacts, anchor: Anchor, slots: int) -> dict[str, float]:
-    """Return simulated minus closed-form bytes, by phase or `_HOST`; bytes per pair are 0."""
+    """Return simulated minus formula bytes, by phase or `_HOST`; bytes per pair are 0."""
     formula = closed_form.lines(facts, anchor.config, slots=slots)
     more = {
         name: getattr(anchor.estimate, name)

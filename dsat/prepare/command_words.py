@@ -101,10 +101,9 @@ def make_startable(words: Sequence[str], *, is_known: bool) -> tuple[str, ...]:
 def other_python(words: Sequence[str]) -> str | None:
     """Return the path of the Python that starts a command's script; empty if it is dsat's own.
 
-    Another one is of an environment with DeepSpeed, and named by the command, by PATH or by a
-    script's `#!` line. A Python without DeepSpeed is not meant: PATH leads to it if the environment
-    of dsat is not active. None if only a run shows it: the `#!` line has another program, or the
-    Python is too old.
+    The command, PATH or the script's `#!` line names it. If its environment has no DeepSpeed, it is
+    ignored: PATH leads to such a Python if the environment of dsat is not active. None if only a
+    run shows the Python: the `#!` line has another program, or the Python is too old.
     """
     command = list(words)
     path = entrypoints.take_assignments(command).get("PATH")

@@ -70,7 +70,7 @@ def check_equal(hosts: Sequence[Host]) -> None:
         elif one.software != two.software:
             has, differs = ", ".join(one.software), ", ".join(two.software)
         elif len(one.cores) != len(two.cores):
-            has, differs = (f"{len(each.cores)} processor cores" for each in (one, two))
+            has, differs = (f"{len(each.cores)} CPU cores" for each in (one, two))
         else:
             continue
         raise UserInputError(
@@ -145,7 +145,7 @@ def check_slots(hosts: Sequence[Host], slots: int, *, where: str) -> None:
             f"up to {most}."
         )
     raise UserInputError(
-        f"a trial needs {fmt.count(slots, 'device')}, and there are {describe(hosts)}",
+        f"a trial needs {fmt.count(slots, 'device')}, but there are {describe(hosts)}",
         where=where,
         hint=hint,
     )

@@ -21,7 +21,7 @@ from dsat.prepare.target import ModelSettings
 
 
 def _cards_of_kind(value: str) -> tuple[int, str]:
-    """Parse `64xH100` into number and name of the cards."""
+    """Parse `64xH100` into number and model of the GPUs."""
     found = re.fullmatch(r"\s*([\d.+-]+)\s*[xX]\s*(.+)", WORD.read(value))
     if found is None:
         raise ValueError(f"invalid GPUs {value!r}: write, for example, 64xH100")
@@ -33,7 +33,7 @@ CARDS_OF_KIND = Kind(_cards_of_kind, metavar="NxCARD")
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectSettings(ModelSettings):
-    """Settings of `dsat project`; `to` is the number and the name of the cards."""
+    """Settings of `dsat project`; `to` is the number and the model of the GPUs."""
 
     summary: ClassVar[str] = "predict throughput, scaling, time and cost on N GPUs of a named model"
     to: tuple[int, str] = option(

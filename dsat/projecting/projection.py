@@ -24,13 +24,13 @@ NOT_MODELLED = (
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration on a number of cards.
+    """One configuration on a number of GPUs.
 
     Attributes:
         gas: accumulation steps.
-        memory_bytes: predicted peak of a card.
-        fits: whether a card has this memory and 5 % more.
-        mfu: FLOP/s of the model, without recomputation, divided by the cards' peak.
+        memory_bytes: predicted peak of a GPU.
+        fits: whether a GPU has this memory and 5 % more.
+        mfu: FLOP/s of the model, without recomputation, divided by the GPUs' peak.
     """
 
     strategy: Strategy
@@ -45,7 +45,7 @@ class Row:
 
     @property
     def global_batch(self) -> int:
-        """Return the samples of an optimizer step on all cards."""
+        """Return the samples of an optimizer step on all GPUs."""
         return round(self.samples_per_second * self.time.seconds)
 
     @property
@@ -73,21 +73,21 @@ class Row:
 
 @dataclass(frozen=True)
 class Projection:
-    """Predicted training on cards of one kind.
+    """Predicted training on GPUs of one model.
 
     Attributes:
         name: name of the experiment, the script or the model.
-        count: number of cards that the user asks about.
-        network_bandwidth: bytes/s of a card to other hosts.
+        count: number of GPUs that the user asks about.
+        network_bandwidth: bytes/s of a GPU to other hosts.
         parameters, trained: number of all parameters, and of the trained ones.
         sequence_length: tokens of a sample; None if samples are not sequences.
         recomputes: activation checkpointing, `on` or `off`; None if the script decides it.
-        own: the user's configuration on each number of cards; empty without one.
-        best: the fastest strategies that fit, by number of cards; absent where none fits.
+        own: the user's configuration on each number of GPUs; empty without one.
+        best: the fastest strategies that fit, by number of GPUs; absent where none fits.
         failures: why strategies could not be simulated, by their labels.
         calibrated_by: number of measured trials that corrected the projection.
         tokens: number of tokens of the whole training; None if not given.
-        price: price of a card for an hour; None if not given.
+        price: price of a GPU-hour; None if not given.
         batch_is_default: whether dsat chose the global batch.
         dtype: type of the parameters; None if a script decides it.
     """
@@ -110,7 +110,7 @@ class Projection:
     dtype: str | None = None
 
     def training(self, row: Row) -> dict[str, Any] | None:
-        """Return time, card-hours and, with a price, cost; None without tokens or sequences."""
+        """Return time, GPU-hours and, with a price, cost; None without tokens or sequences."""
         if self.tokens is None or self.sequence_length is None:
             return None
         seconds = self.tokens / (row.samples_per_second * self.sequence_length)
@@ -159,12 +159,12 @@ class Projection:
 
 
 def _asked(shown: Projection) -> tuple[Row, ...]:
-    """Return the fastest strategies on the number of cards that the user asks about."""
+    """Return the fastest strategies on the number of GPUs that the user asks about."""
     return shown.best.get(shown.count, ())
 
 
 def summary(shown: Projection) -> str:
-    """Return the model, the cards, and time and cost if asked for; or that nothing fits."""
+    """Return a line on the model and the GPUs, with time and cost, or that nothing fits."""
     card, gpus = shown.card, fmt.count(shown.count, "GPU")
     trained = f" ({shown.trained:,} trained)" if shown.trained < shown.parameters else ""
     in_type = f" in {shown.dtype}" if shown.dtype else ""

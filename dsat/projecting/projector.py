@@ -1,7 +1,7 @@
-"""`dsat project`: predict the speed and memory of a training on cards of a named kind.
+"""`dsat project`: predict the speed and memory of a training on GPUs of a named model.
 
 One simulated step of each strategy gives its kernels and collectives. Their seconds follow from the
-table of cards (`dsat.search.cards`) and the search's physical model (`dsat.search.step_time`).
+table of GPUs (`dsat.search.cards`) and the search's physical model (`dsat.search.step_time`).
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _SAME_MODEL, _SAME_SAMPLES = 0.02, 1.5
 # Configurations with at least this fraction of the best throughput count as equally fast. Of
 # these, the smallest micro batch and the lowest stage come first.
 _NEARLY = 0.98
-_BEST = 3  # strategies to show for each number of cards
+_BEST = 3  # strategies to show for each number of GPUs
 
 
 def project(settings: ProjectSettings) -> Projection:
-    """Project the training of a script, or of a model's configuration, to named cards.
+    """Project the training of a script, or of a model's configuration, to GPUs of a named model.
 
     Raises:
         UserInputError: the settings, the files or the run are wrong.
@@ -96,7 +96,7 @@ def _batch_sizes(settings: ProjectSettings, config: Mapping[str, Any]) -> dict[s
 
 
 def _check_slots(traced: Traced, count: int) -> None:
-    """Raise UserInputError if this number of cards cannot run the user's configuration."""
+    """Raise UserInputError if this number of GPUs cannot run the user's configuration."""
     shared = traced.parallelism.shared
     if count % shared:
         raise UserInputError(
@@ -127,7 +127,9 @@ def measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metri
             theirs, ours = getattr(profile, name), getattr(facts, name)
             if abs(theirs - ours) > _SAME_MODEL * ours:
                 raise UserInputError(
-                    f"is a run of another model: {theirs:,} {kind} instead of {ours:,}", where=where
+                    f"is a run of another model: {theirs:,} {kind} instead of {ours:,}",
+                    where=where,
+                    hint="Name another run, or leave out --from.",
                 )
         if not own_flops / _SAME_SAMPLES < profile.flops_per_sample < own_flops * _SAME_SAMPLES:
             raise UserInputError(
@@ -146,7 +148,11 @@ def measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metri
         if all(run.plan.switches.get(name) == value for name, value in trial.script_args.items()):
             found.append((of_config(config), trial, outcome.metrics))
     if not found:
-        raise UserInputError("has no measured trial of your present model", where=where)
+        raise UserInputError(
+            "has no measured trial of your present model",
+            where=where,
+            hint="Name another run, or leave out --from.",
+        )
     return found
 
 
@@ -186,7 +192,9 @@ class Projector:
                 errors.append(metrics.standard_error)
         if not points:
             raise UserInputError(
-                "none of its measured strategies can be simulated", where=str(past.folder)
+                "none of its measured strategies can be simulated",
+                where=str(past.folder),
+                hint="Name another run, or leave out --from.",
             )
         self.speed = self.speed.calibrated(
             hardware_of(card), Points.join(points), np.array(log_s), np.array(errors)
@@ -194,7 +202,7 @@ class Projector:
         self._calibrated_by = len(points)
 
     def projection(self, title: str, settings: ProjectSettings) -> Projection:
-        """Return the projection for the number of cards in `settings` and all of `SIZES`."""
+        """Return the projection for the number of GPUs in `settings` and all of `SIZES`."""
         traced, (count, _) = self._traced, settings.to
         sizes = sorted({count, *SIZES})
         of_own = sizes if settings.has_own else ()

@@ -1,7 +1,7 @@
-"""Predicted step times of traced configurations on named cards, with intervals.
+"""Predicted step times of traced configurations on GPUs of a model, with intervals.
 
-The physical model (`dsat.search.step_time`) gets its terms from the table of cards. Measured
-trials, on the same cards or others, correct the terms and narrow the intervals.
+The physical model (`dsat.search.step_time`) gets its terms from the table of GPUs. Measured
+trials, on the same GPUs or others, correct the terms and narrow the intervals.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dsat.search.step_time import COLUMNS, FACTORS, Hardware
 from dsat.values.zero_strategy import Strategy
 
 # Standard deviations of a step's logarithmic time that the learned factors do not explain: of each
-# configuration, of the difference between two strategies, and between two kinds of cards.
+# configuration, of the difference between two strategies, and between two kinds of GPUs.
 _SD, _STRATEGY_SD, _OTHER_CARD_SD = 0.05, 0.03, 0.10
 _NORMAL_90 = 1.645
 # Columns of `step_time` that make up each part of a step; the rest is kernels and launches.
@@ -49,11 +49,11 @@ class StepTime:
 
 
 class ProjectedSpeed:
-    """Predictions for one kind of card.
+    """Predictions for one GPU model.
 
     Args:
-        hardware: speed of the card.
-        strategies: all strategies to predict, and those of measured trials.
+        hardware: speed of the GPU.
+        strategies: all strategies to predict, and the strategies of measured trials.
     """
 
     def __init__(self, hardware: Hardware, strategies: Sequence[Strategy]) -> None:

@@ -1,7 +1,7 @@
-"""Work of a simulated step on named cards, for the physical model of a step's time.
+"""Work of a simulated step on GPUs of a model, for the physical model of a step's time.
 
-A roofline gives the time of kernels: FLOPs over the FLOP/s that the card reaches, or bytes over the
-bandwidth of its memory. The card's time of an empty kernel is added for a compute kernel, and is
+A roofline gives the time of kernels: FLOPs over the FLOP/s that the GPU reaches, or bytes over the
+bandwidth of its memory. The GPU's time of an empty kernel is added for a compute kernel, and is
 the minimum of any other. Collectives move bytes over links and wait for each hop
 (`Network`). The host launches kernels and runs the hooks of parameters; a step takes longer if the
 host is slower than the kernels.
@@ -41,12 +41,12 @@ from dsat.values.step_trace import (
 
 _PASSES = (FORWARD, BACKWARD)
 _UNIT_S = 1e-3  # the unit of launches and hooks
-# Seconds of a processor core that DeepSpeed's hooks of one trained parameter take in a forward and
+# Seconds of a CPU core that DeepSpeed's hooks of one trained parameter take in a forward and
 # in a backward pass, by stage (measured with 300 small layers, DeepSpeed 0.19.8).
 _HOOKS_S = {0: (0.0, 0.0), 1: (0.0, 3.5e-5), 2: (0.0, 6e-5), 3: (5.3e-4, 4e-4)}
 # Bytes/s that an optimizer on the host moves with one thread (a row of the benchmark, whose
 # launcher sets OMP_NUM_THREADS=1), and the part of the memory's peak that all threads reach
-# (DeepSpeed#6834: 10 s for 2.27 billion parameters on each of 8 cards of a DGX A100).
+# (DeepSpeed#6834: 10 s for 2.27 billion parameters on each of 8 GPUs of a DGX A100).
 _THREAD_BANDWIDTH, _HOST_PART = 3e9, 0.26
 
 # Mean and standard deviation of the logarithms of the learned factors before any measurement.
@@ -63,12 +63,12 @@ PRIORS = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts of one kind of card.
+    """Hosts with GPUs of one model.
 
     Attributes:
-        slots: number of all cards.
-        per_host: cards of a host.
-        network_bandwidth: bytes/s of a card to other hosts.
+        slots: number of all GPUs.
+        per_host: GPUs of a host.
+        network_bandwidth: bytes/s of a GPU to other hosts.
         threads: threads of a rank; 0 for its share of the host's cores, as in offloading trials.
     """
 
@@ -96,13 +96,13 @@ class Cluster:
 
     @property
     def network(self) -> Network:
-        """The links among the cluster's cards."""
+        """The links among the cluster's GPUs."""
         card = self.card
         return Network(card.link_bandwidth, self.network_bandwidth, self.per_host, card.protocols)
 
 
 def hardware_of(card: Card) -> Hardware:
-    """Return a card's speed for traced work: launches in `_UNIT_S`, host optimizer in seconds."""
+    """Return a GPU's speed for traced work: launches in `_UNIT_S`, host optimizer in seconds."""
     return replace(
         step_time.hardware_of(card, 2),
         host_memory_bandwidth=1.0,
@@ -115,7 +115,7 @@ def scaled(trace: StepTrace, slots: int, *, sharded: bool) -> StepTrace:
     """Return a trace scaled to another number of slots.
 
     Groups that span all ranks, perhaps with a stride, grow with the number of ranks. Smaller
-    groups, such as those of tensor parallelism, keep their size.
+    groups, as in tensor parallelism, keep their size.
 
     Args:
         slots: the new number of slots.
@@ -225,7 +225,7 @@ def _kernel_s(kernel: Kernels, card: Card) -> float:
 
 
 def _once(trace: StepTrace, kind: str) -> float:
-    """Bytes that the last micro step's passes move beyond those of an earlier micro step."""
+    """Bytes that the last micro step's passes move in addition to an earlier micro step's."""
     last, each = (trace.bytes_of(kind, _PASSES, last=of) for of in (True, False))
     return max(0.0, last - each)
 

@@ -1,4 +1,4 @@
-"""One simulated step of each strategy, which is then scaled to any number of cards."""
+"""One simulated step of each strategy, which is then scaled to any number of GPUs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dsat.values.step_trace import ModelTrace, StepTrace
 from dsat.values.zero_strategy import Strategy, of_config
 
 _log = logging.getLogger(__name__)
-SIZES = tuple(2**n for n in range(10))  # 1 to 512 cards
+SIZES = tuple(2**n for n in range(10))  # 1 to 512 GPUs
 _HPZ = "zero_optimization.zero_hpz_partition_size"
 _STEP_TOKENS = 16_384  # of each device
 # Of each device, if samples are not sequences: as in the reference training of torchvision 0.20
@@ -131,7 +131,7 @@ class Traced:
     def memory(
         self, strategy: Strategy, slots: int, micro_batch: int, card: Card
     ) -> tuple[int, bool]:
-        """Return the predicted peak of a card in bytes, and whether it and 5 % more fit."""
+        """Return the predicted peak of a GPU in bytes, and whether it and 5 % more fit."""
         gas = {ds_config.BATCH_KEYS[2]: max(1, self.gas(slots, micro_batch))}
         model = MemoryModel(self._basis, slots=slots, limit_bytes=card.memory_bytes, on_device=True)
         shape = model.shape({**self.config(strategy, slots), **gas}, {})
@@ -148,7 +148,7 @@ def trace(
     """Simulate one step of the user's configuration and of other strategies.
 
     Args:
-        slots: the number of cards to project to.
+        slots: the number of GPUs to project to.
         choose: returns the strategies to simulate, given the traced model.
         accumulates: whether to trace several micro steps even if the configuration has only one.
 
@@ -192,13 +192,13 @@ def trace(
 
 
 def worthwhile(found: Traced, card: Card, count: int, *, always: bool) -> list[Strategy]:
-    """Return the strategies that fit some number of cards, by formula; the user's own first.
+    """Return the strategies that fit some number of GPUs, by formula; the user's own first.
 
-    Strategies with offloading are slower: they are included only if no other fits `count` cards.
+    Strategies with offloading are slower: they are included only if no other fits `count` GPUs.
 
     Args:
-        count: the number of cards to project to.
-        always: whether to include the user's own strategy even if it fits no number of cards.
+        count: the number of GPUs to project to.
+        always: whether to include the user's own strategy even if it fits no number of GPUs.
     """
 
     def fits(rung: Strategy, sizes: Sequence[int]) -> bool:

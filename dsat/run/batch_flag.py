@@ -76,9 +76,9 @@ class BatchFlag:
             self.name, self.is_guess = found, True
 
     def supersedes(self, trial: Trial) -> bool:
-        """Return whether a failed trial may run again, because it lacked the flag or had another.
+        """Return whether a failed trial should run again with the present flags.
 
-        The other flag must be one that the script does not know.
+        It lacked the flag for the micro batch, or passed a flag that the script does not know.
         """
         outcome = self._outcomes.get(trial.id)
         if outcome is not None and outcome.refuses(*trial.flags.values()):

@@ -169,7 +169,7 @@ class Rules:
 
     @classmethod
     def of_event(cls, event: Mapping[str, Any]) -> Rules:
-        """Return the rules that a finals event states, or that its version of dsat had."""
+        """Return the rules in a finals event; missing ones have earlier versions' values."""
         return cls(
             trials=event["trials"],
             indifference=event["indifference"],

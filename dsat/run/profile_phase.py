@@ -160,7 +160,7 @@ class ProfilePhase:
 
 
 def name_of_trial(trial: Trial) -> str:
-    """Return how messages call one of the first trials."""
+    """Return the name of one of the first trials in messages."""
     own = trial.kind is TrialKind.BASELINE
     return "your own configuration" if own else "the profile trial"
 

@@ -304,8 +304,8 @@ class Run:
         """Return the time limit of a trial's measurement in seconds; None for no limit.
 
         It is `Plan.longest_s` or the time of 20 steps of the user's own configuration, whichever is
-        longer; if that did not run, 20 of the fastest steps. If finals follow, the search has half
-        of it, which saves a third if steps are long and noisy (`benchmarks/native.py`).
+        longer; if that did not run, 20 of the fastest steps. If finals follow, the search's trials
+        get half, which saves a third if steps are long and noisy (`benchmarks/native.py`).
         """
         longest_s, own = self.plan.longest_s, self.baseline and self.outcomes.get(self.baseline.id)
         if longest_s is None:
@@ -351,7 +351,7 @@ def _variation_of_repeat(run: Run) -> Variation | None:
 
 
 def check_of(run: Run) -> TrainingCheck:
-    """Return the comparison of trainings with the user's own configuration, which ended."""
+    """Return the comparison of trials with the user's own configuration, which has ended."""
     assert run.baseline is not None
     trials, outcomes, version = run.trials, run.outcomes, run.deepspeed_version
     return TrainingCheck(
@@ -391,7 +391,7 @@ def typical_outcome(run: Run, trial: Trial) -> Outcome | None:
 
 
 def own_switches(run: Run) -> dict[str, Any]:
-    """Return the script's own values of its switches."""
+    """Return the values of the script's switches that the user's own command trains with."""
     found = {} if run.profile is None else run.profile.switches
     return {
         **{name: switch.values[0] for name, switch in found.items()},

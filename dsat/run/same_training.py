@@ -1,4 +1,4 @@
-"""Comparison of a configuration's losses with those of the user's own on the same data.
+"""Comparison of losses: a configuration against the user's own, on the same data.
 
 Bucket sizes, overlapped communication, ZeRO stages, offloading, and accumulation at the same global
 batch change where numbers are stored and in which order they are added, not what is computed. So

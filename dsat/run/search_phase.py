@@ -240,9 +240,9 @@ class _Observations:
 def _blame_micro_batches(observations: list[Observation]) -> list[Observation]:
     """Mark errors that larger micro batches cause, so that searches try smaller ones.
 
-    Above all micro batches that ran, an error of settings that ran is not the settings' fault.
-    Neither are errors of other settings there whose message differs in numbers only. A second such
-    error excludes larger micro batches for all settings; a single one may be chance.
+    An error counts as caused by the micro batch if no micro batch as large ever ran, but the same
+    settings ran with a smaller one. Other settings' errors with the same message, except numbers,
+    count too. Two such errors exclude larger micro batches for all settings; one may be chance.
     """
     ran = [each for each in observations if each.outcome is not None and each.outcome.ok]
     largest = max((each.batch.micro_batch for each in ran), default=0)

@@ -1,8 +1,7 @@
-"""Strategies to search, and a ladder of strategies to try if the user's own does not fit.
+"""Strategies to search, and those to try in turn if the user's own does not fit.
 
-Each rung of the ladder is a strategy that is predicted to need less device memory than all rungs
-before it, except with NVMe. If a higher stage needs as much as a lower one, it is no rung, because
-the lower stage communicates less.
+Each strategy to try is predicted to need less device memory than all before it, except with NVMe.
+A higher stage that needs as much as a lower one is left out, because it communicates more.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def searched(plan: Plan) -> tuple[Strategy, ...]:
 
 
 def rungs(plan: Plan) -> tuple[Strategy, ...]:
-    """Return the strategies to try, in order, if the user's own does not fit."""
+    """Return the strategies to try in turn if the user's own does not fit."""
     least = _needed_bytes(plan, of_config(plan.base_config))
     found = []
     for strategy in LADDER:
@@ -94,7 +93,7 @@ def make_space(
 
     Args:
         profile: None before the model is profiled.
-        only: the strategies; if empty, those of `searched`.
+        only: the strategies; if empty, `searched` chooses them.
     """
     roomy_bucket = None  # elements in a sixteenth of a device's memory
     if profile is not None:
@@ -156,7 +155,7 @@ def _offloads_as_asked(plan: Plan, strategy: Strategy) -> bool:
 
 
 def _needed_bytes(plan: Plan, strategy: Strategy) -> tuple[int, int]:
-    """Return the predicted peak memory in bytes: overall, and without initialization."""
+    """Return the predicted peak bytes of `_SOME_MODEL`: overall, and without initialization."""
     config = plan.config(profile_overrides(plan, strategy, micro_batch=1))
     is_auto = ds_config.data_types(config)[0] is None
     facts = replace(_SOME_MODEL, param_bytes=2 if is_auto else 4)

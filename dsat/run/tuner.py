@@ -150,7 +150,7 @@ class Tuner:
 
 
 def difference_to(plan: Plan, earlier: Plan) -> str | None:
-    """Return the first difference between a plan and that of an earlier run, or None.
+    """Return the first difference between a plan and an earlier run's plan, or None.
 
     If the earlier run did not record an option of the search, its default is assumed. Defaults of
     DeepSpeed that only one of the plans records are not compared.

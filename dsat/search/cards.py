@@ -1,4 +1,4 @@
-"""Speeds of GPU models (cards) and their links, from `cards.json`, which names its sources."""
+"""Speeds of GPU models and their links, from `cards.json`, which names its sources."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from dsat.errors import UserInputError
 
 _GIB = 2**30
 MEMORY_PART = 0.85  # fraction of the memory bandwidth that elementwise kernels reach
-_OTHER_KINDS = frozenset(("laptop", "mig", "nvl", "pcie"))  # words for slower variants of a card
+_OTHER_KINDS = frozenset(("laptop", "mig", "nvl", "pcie"))  # words for slower variants of a GPU
 _OF_ANY = re.compile(r"nvidia|amd|instinct|geforce|sxm\d*|hbm\w*")  # words that drivers add
-_OF_MANY = re.compile(r"\d+gb|pcie|rtx|nvl")  # words that alone identify no card
+_OF_MANY = re.compile(r"\d+gb|pcie|rtx|nvl")  # words that alone identify no GPU
 _MEMORY = re.compile(r"(\d+)gb")
-_SAME_MEMORY = 0.1  # of a card's: names and drivers round it
+_SAME_MEMORY = 0.1  # of a GPU's: names and drivers round it
 _PCIE_PART, _NETWORK_PART = 0.88, 0.9  # fractions of the bandwidths that transfers reach
 
 
@@ -32,11 +32,11 @@ class Card:
             training.
         memory_bandwidth: peak in bytes/s.
         link_bandwidth: bytes/s that a large collective reaches in one host.
-        pcie_bandwidth: bytes/s that copies reach between card and host.
-        network_bandwidth: bytes/s that a card reaches to other hosts.
-        per_host: cards of a usual host.
+        pcie_bandwidth: bytes/s that copies reach between GPU and host.
+        network_bandwidth: bytes/s that a GPU reaches to other hosts.
+        per_host: GPUs of a usual host.
         host_cores, host_bandwidth: physical cores of a usual host, and peak bytes/s of its memory;
-            both per card.
+            both per GPU.
         kernel_s: seconds of the shortest kernel.
         launch_s: seconds that Python and torch take to call one operator.
         protocols: NCCL's protocols LL, LL128 and Simple, of which the fastest is used. Each is the
@@ -71,10 +71,10 @@ class Card:
 
 
 def find(name: str) -> Card:
-    """Find a card by its name, by words of it, or by a device's name; see `named`.
+    """Find a GPU model by its name, by words of it, or by a device's name; see `named`.
 
     Raises:
-        UserInputError: the table has no such card.
+        UserInputError: the table has no such model.
     """
     found = named(name)
     if found is None:
@@ -86,20 +86,20 @@ def find(name: str) -> Card:
 
 
 def of_device(name: str) -> Card | None:
-    """Return the card of a device that a driver names; None if none matches.
+    """Return the GPU model of a device that a driver names; None if none matches.
 
-    If no card has the memory (`NVIDIA H100 96GB HBM3`), it is that of another memory.
+    If no model has the memory in the name (`NVIDIA H100 96GB HBM3`), the memory does not count.
     """
     return named(name) or named(re.sub(r"\d+GB", "", name))
 
 
 def named(name: str) -> Card | None:
-    """Return the card of a name (`NVIDIA L40S`, `a100-80gb`, `H100`); None if none matches.
+    """Return the GPU model of a name (`NVIDIA L40S`, `a100-80gb`, `H100`); None if none matches.
 
-    A card matches if the words of its name are all in the device's name; of these, the longest name
-    wins. Else, it matches if its name has all words of the device's name; of these, the card with
-    the most memory wins. If the device's name has a variant (`pcie`), so must the card's. If it has
-    a memory size, the card's must be about the same.
+    A model matches if the given name has all words of the model's name; of several, the longest
+    name wins. If none matches, a model matches if its name has all words of the given name; of
+    several, the one with the most memory wins. If the given name has a variant (`pcie`), the
+    model's must have it too. If it has a memory size, the model's must be about the same.
     """
     wanted = _words(name)
     known = {key: card for key, card in table().items() if _has_memory(card, wanted)}
@@ -119,7 +119,7 @@ def named(name: str) -> Card | None:
 
 @functools.cache
 def table() -> dict[str, Card]:
-    """Return all cards, by name."""
+    """Return all GPU models, by name."""
     text = (resources.files("dsat.search") / "cards.json").read_text(encoding="utf-8")
     return {name: _card(name, entry) for name, entry in json.loads(text)["cards"].items()}
 
@@ -131,7 +131,7 @@ def _words(name: str) -> frozenset[str]:
 
 
 def _has_memory(card: Card, words: frozenset[str]) -> bool:
-    """Return whether each memory size in a GPU's name is about the memory of a card."""
+    """Return whether each memory size in a device's name is about the memory of a GPU model."""
     sizes = [int(found[1]) * _GIB for found in map(_MEMORY.fullmatch, words) if found]
     return all(abs(size - card.memory_bytes) < _SAME_MEMORY * card.memory_bytes for size in sizes)
 

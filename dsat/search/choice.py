@@ -163,7 +163,10 @@ class Chooser:
         }
 
     def _find_urgent(self, candidates: Candidates, worth: Array, first: Array) -> Array:
-        """Return which candidates promise more than first trials, but have no time after them."""
+        """Return which candidates promise more than all first trials that are due.
+
+        Only those count that would take too long after these first trials.
+        """
         if self.costs is None:
             return np.zeros(len(worth), bool)
         branch, cost = candidates.branch, candidates.cost

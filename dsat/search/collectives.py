@@ -176,7 +176,7 @@ def columns(collectives: Iterable[Collectives], network: Network) -> dict[str, f
     """Return the columns of `step_time.work` that describe collectives.
 
     Args:
-        collectives: those of the last micro step, and of each micro step before it.
+        collectives: a list for the last micro step, and one for each micro step before it.
     """
     each, last = defaultdict[str, float](float), defaultdict[str, float](float)
     for group in collectives:

@@ -114,7 +114,7 @@ class Configurations:
 
         Args:
             keys, micro_batch: settings and micro batch of each, (n,).
-            gas: accumulation steps of each, (n,); by default those of `Space.accumulation`.
+            gas: accumulation steps of each, (n,); by default from `Space.accumulation`.
             is_alone: whether no other trials ran at the same time, (n,).
         """
         rows = [self.row(key) for key in keys]

@@ -176,7 +176,7 @@ class Measurements:
 class Posterior:
     """Distribution of the log seconds of any configuration after n measurements.
 
-    It is that of a Gaussian process, with the physical model linearized in its factors (Rasmussen
+    It is a Gaussian process, with the physical model linearized in its factors (Rasmussen
     and Williams, Gaussian Processes for Machine Learning (2006), section 2.7).
 
     Attributes:
@@ -212,7 +212,7 @@ class Posterior:
         """Predict the natural logarithm of the seconds.
 
         Args:
-            reference: position of one point; if given, the deviation is that of differences to it.
+            reference: position of one point; if given, the deviation is of differences to it.
 
         Returns:
             Mean and standard deviation, both (n,).

@@ -132,7 +132,7 @@ class Job:
 
     @classmethod
     def of_profile(cls, profile: ModelProfile, *, slots: int, slots_per_host: int = 0) -> Job:
-        """Return the job of a profiled model on its card, on the default GPU, or on `CPU_CORE`."""
+        """Return the job of a profiled model on its GPU, on the default GPU, or on `CPU_CORE`."""
         card = cards.of_device(profile.device_name)
         if card is not None:
             hardware = hardware_of(card, profile.param_bytes)
@@ -152,7 +152,7 @@ class Job:
 
 
 def hardware_of(card: Card, itemsize: int) -> Hardware:
-    """Return the speed of a card in a usual host, for elements of `itemsize` bytes."""
+    """Return the speed of a GPU in a usual host, for elements of `itemsize` bytes."""
     return Hardware(
         flops=card.peak(itemsize) * card.matmul,
         memory_bandwidth=card.memory_bandwidth * cards.MEMORY_PART,
@@ -332,7 +332,7 @@ class Terms:
         backward = kernels - forward
 
         def beside(communication: Array) -> Array:
-            """Return the time of a backward pass, which cannot hide its last bucket."""
+            """Return the time of a backward pass, which hides all but the last bucket."""
             shown: Array = communication * self._unhidden
             return shown + _larger(backward, communication)
 

@@ -40,7 +40,7 @@ class Narrator(Observer):
             self._say(Kind.TRIAL, text)
 
     def ended(self, run: Run, trial: Trial, outcome: Outcome) -> None:
-        """Log new warnings, facts about a profiled model, the result, and new flags."""
+        """Log new warnings, facts about a profiled model, the result, and changed flags."""
         new = [text for text in dict.fromkeys(outcome.warnings) if text not in self._warned]
         self._warned.update(new)
         for text in new:

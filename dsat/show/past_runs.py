@@ -92,7 +92,9 @@ def load_all(above: Path | None = None) -> tuple[list[tuple[PastRun, RunView]], 
     Raises UserInputError if `above` is not a folder.
     """
     if above is not None and not above.is_dir():
-        raise UserInputError("is not a folder", where=str(above))
+        raise UserInputError(
+            "is not a folder", where=str(above), hint="Name a folder of runs, such as dsat_runs."
+        )
     found, unread = [], []
     for folder in folders(above):
         try:

@@ -53,7 +53,7 @@ class CompareSettings(ReadOnlySettings):
 
     def __post_init__(self) -> None:
         if len(self.runs) < 2:
-            raise UserInputError("dsat compare takes two runs or more")
+            raise UserInputError("dsat compare needs two or more runs. `dsat runs` lists all runs.")
 
 
 @dataclass(frozen=True, kw_only=True)

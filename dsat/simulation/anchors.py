@@ -1,4 +1,4 @@
-"""Simulations of a few configurations, from which the closed form derives the memory of others."""
+"""Simulations of a few configurations, from which formulas derive the memory of others."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Attention kernels that torch would choose, and their workspaces.
 
-torch's own choice queries the device, and a simulation has none. The rules are those of torch 2.15
+torch's own choice queries the device, and a simulation has none. These rules follow torch 2.15
 for a CPU (`use_flash_attention_cpp` in aten/src/ATen/native/transformers/sdp_utils_cpp.cpp) and for
 compute capability 8.0 (`select_sdp_backend` in cuda/sdp_utils.cpp beside it); tests compare them
 with torch's choices. On 9.0 and 10.0 torch prefers cuDNN. Flash attention stands in for it: both
@@ -182,7 +182,7 @@ def _flash_backward(args: Sequence[Any]) -> int:
     """Return the bytes that `mha_bwd` of flash_attn/flash_api.cpp allocates.
 
     These are fp32 accumulators for the query's gradient and the softmax, gradients of shared heads
-    before summation, and copies of inputs whose memory layout does not have tokens before heads.
+    before summation, and copies of inputs that are not contiguous as samples x tokens x heads.
     """
     gradient, query, key, _, out = args[:5]
     samples, heads, tokens, size = query.shape

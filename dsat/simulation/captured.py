@@ -141,7 +141,7 @@ class ModuleSnapshot:
     def put_fakes(
         self, device: str, floating: torch.dtype | None = None
     ) -> dict[int, torch.Tensor]:
-        """Restore the module's hooks, and put fake tensors in place of its own.
+        """Restore the module's hooks, and put fake tensors in place of its tensors.
 
         Returns:
             The fakes by the `id` of the tensor that each replaces.

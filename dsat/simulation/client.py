@@ -166,7 +166,7 @@ class Simulator:
         config: Mapping[str, Any],
         switches: Mapping[str, Any] | None = None,
     ) -> ModelFacts:
-        """Return facts of the model for the closed form, from its passes at two micro batches.
+        """Return facts of the model for the formulas, from its passes at two micro batches.
 
         `switches` are set on the model in addition to the simulator's `model_switches`.
 

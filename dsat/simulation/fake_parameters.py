@@ -4,7 +4,7 @@ Until `uninstall`, every large parameter and buffer of a module is a fake tensor
 Results computed from it are fake, too. The script's data, small parameters and random numbers are
 real. Initialisers and `load_state_dict` do not change a fake tensor, and large files of weights are
 not read. `item()` returns a constant of the right type. Functions that cannot work, such as
-`numpy()`, raise an error; then the closed form replaces the simulation.
+`numpy()`, raise an error; then formulas replace the simulation.
 """
 
 from __future__ import annotations

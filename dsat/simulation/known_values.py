@@ -1,9 +1,9 @@
 """Fake tensors with known values: small ones, such as tokens, masks and sizes of images.
 
 Models compare and count such values, index with them, and have shapes that depend on them. If all
-inputs of an operator are known, it runs both on fake tensors and, with their values, on the CPU.
-The results there are the values of the fake results. Views share memory, so they see values that
-are written in place.
+inputs of an operator are known, it runs twice: on the fake tensors, and on the CPU with their
+values. The results on the CPU are the values of the fake results. Views share memory, so they see
+values that are written in place.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def stand_in(*, as_if_available: bool) -> None:
 
 
 def forget_the_real_one() -> None:
-    """Replace functions of `torch.cuda`, even if CUDA exists, for the rest of a forked process."""
+    """Make `torch.cuda` touch no real device, for the rest of a forked process."""
     _replace_functions()
     torch.cuda.is_available = lambda: True  # else autocast turns itself off
 

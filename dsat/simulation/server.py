@@ -2,7 +2,7 @@
 
 A candidate is a configuration to simulate. The script runs as usual, with large parameters that
 take no memory (`fake_parameters`), until its first training step. There the process waits for
-candidates in a folder, and forks a child for each, at most one per processor core at once.
+candidates in a folder, and forks a child for each, at most one per CPU core at once.
 
 The child undoes what the script's engine did to the model, builds DeepSpeed's engine for the
 candidate on fake tensors, and runs up to the last forward pass of the second optimizer step. Then

@@ -84,7 +84,7 @@ class Setting:
             parameters are equivalent.
         unasked: condition for searching it without `--search`; `never` if it changes what is
             computed, or seldom helps.
-        divides_slots: whether values are numbers of devices, which must divide those of a trial.
+        divides_slots: whether values are numbers of devices, which must divide a trial's.
         is_later: whether it was added after the last release of dsat. Its default is left out of
             fingerprints, so older runs resume. Not searched by default if it is unknown whether the
             installed DeepSpeed has it.

@@ -48,7 +48,7 @@ class Locator:
         """Return the point of a trial's configuration, or the nearest one of its strategy.
 
         Args:
-            overrides: DeepSpeed settings that replace those of the user's configuration.
+            overrides: DeepSpeed settings that replace the user's.
             script_args: values of the script's switches; missing ones have the script's own values.
 
         Returns:
@@ -120,7 +120,7 @@ def _distance(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
 def canonical_config(config: Mapping[str, Any], *, num_params: int | None = None) -> dict[str, Any]:
     """Return a DeepSpeed configuration in canonical form: equivalent configurations are equal.
 
-    It contains ZeRO's defaults, except those of `Setting.is_later`, and no parallelism of size 1.
+    It contains ZeRO's defaults, except of `Setting.is_later`, and no parallelism of size 1.
 
     Args:
         num_params: if given, the upper limit of sizes in elements, such as buckets.

@@ -22,7 +22,7 @@ TOP_SECTIONS = ("activation_checkpointing", "bf16", "compile", "tensor_parallel"
 
 
 def overrides_for(settings: Mapping[str, Any], batch: BatchTriple) -> dict[str, Any]:
-    """Return a trial's DeepSpeed settings, which replace those of the user's configuration."""
+    """Return a trial's DeepSpeed settings, which replace the user's."""
     zero: dict[str, Any] = {}
     overrides: dict[str, Any] = batch.config()
     for key, value in settings.items():

@@ -102,7 +102,10 @@ class Plan(Recorded, BatchRule, Freedom):
         return ds_config.prepare_for_training(self.base_config, overrides)
 
     def fingerprint(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> str:
-        """Return a digest that is equal for configurations which DeepSpeed treats alike."""
+        """Return a digest of a trial's switches and canonical configuration.
+
+        Configurations that DeepSpeed treats alike have the same digest.
+        """
         config = canonical_config(self.config(overrides))
         return ds_config.fingerprint({"config": config, "script_args": dict(script_args)})
 

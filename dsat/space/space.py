@@ -104,14 +104,14 @@ class Freedom:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def parallelism(self, settings: Mapping[str, Any] | None = None) -> Parallelism:
-        """Return the parallelism of flat settings; sizes that they lack are the user's."""
+        """Return the parallelism of flat settings; the user's sizes replace missing ones."""
         return parallelism.of_settings(settings or {}, parallelism.of_config(self.base_config))
 
     @property
     def fixed(self) -> tuple[str, ...]:
         """Settings that are not searched.
 
-        They are those of `--keep`, and those that the user set in `zero_optimization` to another
+        They are the settings of `--keep`, and what the user set in `zero_optimization` to another
         value than "auto", unless `--search` or `choices` free them.
         """
         zero = self.base_config.get("zero_optimization") or {}

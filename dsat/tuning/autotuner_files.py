@@ -1,6 +1,6 @@
 """Result files of `deepspeed --autotuning`, with DeepSpeed's names.
 
-Their layout is that of deepspeed/autotuning/{autotuner,scheduler}.py (0.19.8). The trial engine
+Their layout follows deepspeed/autotuning/{autotuner,scheduler}.py (0.19.8). The trial engine
 writes the folder of each experiment, with its log and its metrics.
 """
 

@@ -1,6 +1,6 @@
 """The `autotuning` section of a DeepSpeed configuration, which sets defaults of a search.
 
-The keys are those of deepspeed/autotuning/{constants,config}.py and README.md (0.19.8), and of
+The keys are from deepspeed/autotuning/{constants,config}.py and README.md (0.19.8), and from
 https://www.deepspeed.ai/docs/config-json/#autotuning. `start_step`, `end_step`, `num_gpus` and
 `num_nodes` come from the autotuner's first releases: old configurations still have them.
 """
@@ -119,7 +119,7 @@ def _one_of(known: Mapping[str, str]) -> Callable[[Any, str], str]:
 def _limit_to_one(problem: str) -> Callable[[Any, str], None]:
     def check(value: Any, where: str) -> None:
         if whole_number(value, where) > 1:
-            raise UserInputError(f"is {value}, and {problem}", where=where, hint="Set it to 1.")
+            raise UserInputError(f"is {value}, but {problem}", where=where, hint="Set it to 1.")
 
     return check
 
@@ -170,7 +170,7 @@ _VALUES: Mapping[str, tuple[str, Reader]] = {
 _SEARCH_OPTIONS = ("early_stopping", "num_micro_batches")  # options of a method
 _CHECKED: Mapping[str, Reader] = {
     "enabled": _flag,
-    "mp_size": _limit_to_one("model parallel jobs cannot be tuned"),
+    "mp_size": _limit_to_one("dsat tunes model parallelism only with AutoTP or Ulysses"),
     "num_nodes": _limit_to_one("dsat takes the machines from a hostfile, Slurm or Ray"),
     **dict.fromkeys(_WITHOUT_EFFECT, lambda value, where: value),
 }

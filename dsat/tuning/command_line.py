@@ -40,9 +40,9 @@ class CommandLine:
 def write_line(
     settings: Settings, options: Iterable[Option], given: Mapping[str, Any]
 ) -> CommandLine | None:
-    """Return the command line of a call of `dsat.tune`; None if none says the same.
+    """Return the command line that equals a call of `dsat.tune`; None if there is none.
 
-    `options` are those of `dsat.tune`, and `given` the call's values by keyword.
+    `options` are the options of `dsat.tune`, and `given` the call's values by keyword.
     """
     if settings.method not in BUILT_IN or settings.engine not in ENGINE_NAMES:
         return None

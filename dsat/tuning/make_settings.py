@@ -20,7 +20,7 @@ _DEFAULTS_OF_TUNE = {"metric": "throughput", "train_batch_size": OWN}
 
 
 def all_options(method: str | None = None, engines: Iterable[str] = ()) -> Iterator[Option]:
-    """Yield the options of a search by `method`; those of `dsat tune` if `method` is None.
+    """Yield the options of a search by `method`, or of `dsat tune` if `method` is None.
 
     `engines` are names of engines that the user registered.
     """
@@ -80,7 +80,9 @@ def make_settings(
         value = left.pop(keyword)
         if keyword not in of_method:
             raise UserInputError(
-                f"is not an option of method {method}", where=given.get(keyword, keyword)
+                f"is not an option of method {method}",
+                where=given.get(keyword, keyword),
+                hint="Remove it, or choose a method that has it.",
             )
         own[of_method[keyword]] = value
     if unknown := sorted(set(search_options or {}) - parameters_of(method)):

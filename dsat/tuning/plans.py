@@ -238,7 +238,9 @@ def _expand_names(
     absent = sorted(missing & set(settings.tune))
     if absent and set(settings.tune) != set(SETTING_NAMES):
         raise UserInputError(
-            f"the installed DeepSpeed has no {', '.join(absent)}", where=settings.name_of("tune")
+            f"the installed DeepSpeed has no {', '.join(absent)}",
+            where=settings.name_of("tune"),
+            hint="Leave it out, or install a newer DeepSpeed.",
         )
     # Parallelism needs a script that is written for it.
     everything = tuple(name for name in SETTING_NAMES if name not in PARALLELISM)

@@ -79,7 +79,7 @@ class Prepared:
         return [*plans.make_notes(self.settings, self.plan), *of_section]
 
     def after(self, run: Run) -> Prepared:
-        """Return a copy that avoids starting problems reported by earlier trials of the run."""
+        """Return a copy that avoids problems of starting ranks that earlier trials reported."""
         shown = {warning for outcome in run.outcomes.values() for warning in outcome.warnings}
         settings, hosts, program = self.settings, self.hosts, self.program
         # The reason may follow in parentheses.
@@ -306,6 +306,12 @@ def _check_slots(settings: Settings, hosts: Sequence[Host], slots: int) -> None:
     if settings.slot_memory_bytes is not None and not machine.is_cpu:
         where = settings.name_of("slot_memory_bytes")
         if settings.slot_memory_bytes > machine.memory_bytes:
-            raise UserInputError(f"is more than a device has: {machine.describe()}", where=where)
+            raise UserInputError(
+                f"is more than a device has: {machine.describe()}",
+                where=where,
+                hint="Choose a smaller size, or leave it out to use all memory.",
+            )
         if machine.accelerator != "cuda":
-            raise UserInputError(f"cannot be enforced on {machine.accelerator}", where=where)
+            raise UserInputError(
+                f"cannot be enforced on {machine.accelerator}", where=where, hint="Leave it out."
+            )

@@ -85,7 +85,11 @@ def _find_run(folder: Path | None, name: str, plan: Plan | None) -> Path:
     """
     if folder is not None:
         if _read_run(folder) is None:
-            raise UserInputError("contains no run that this machine can resume", where=str(folder))
+            raise UserInputError(
+                "contains no run that this machine can resume",
+                where=str(folder),
+                hint="Name the folder of a run, or leave out --resume.",
+            )
         return folder
     stem = _stem(name)
     runs = {}
@@ -95,7 +99,11 @@ def _find_run(folder: Path | None, name: str, plan: Plan | None) -> Path:
             if (run := _read_run(path)) is not None:
                 runs[path] = run
     if not runs:
-        raise UserInputError(f"there is no run {RUNS_FOLDER / stem}-* to resume", where="--resume")
+        raise UserInputError(
+            f"there is no run {RUNS_FOLDER / stem}-* to resume",
+            where="--resume",
+            hint="Go to where the search was started, or name the run's folder with --run-dir.",
+        )
     found = sorted(runs, key=past_runs.changed_s, reverse=True)
     return next((path for path in found if plan is not None and _is_of(plan, runs[path])), found[0])
 
@@ -105,7 +113,10 @@ def _is_of(plan: Plan, run: Run) -> bool:
 
 
 def _read_run(folder: Path) -> Run | None:
-    """Return a run that no cluster ran, empty if its journal is damaged; None without one."""
+    """Return the run in a folder; None without one, or for a search on a cluster.
+
+    A run whose journal is damaged is empty.
+    """
     if not (folder / FILE_NAME).exists():
         return None
     try:

@@ -63,7 +63,7 @@ def find_program(name: str) -> str:
 
 
 def make_command(ready: Prepared, run: Run, config: Path) -> str | None:
-    """Return the command that trains with the best configuration in the model's folder.
+    """Return the command, to run in the model's folder, that trains with the best configuration.
 
     None without a best trial, or if only dsat can train it: a switch has no flag, the command takes
     no configuration, or training needs Determined or several hosts.

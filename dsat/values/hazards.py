@@ -86,7 +86,7 @@ class Hazard:
         parts += self.precisions
         parts += ["gradient accumulation"] * self.accumulates
         parts += ["several ranks"] * self.several_ranks
-        parts += ["processor cores"] * self.on_cpu
+        parts += ["CPU cores"] * self.on_cpu
         parts += [": ".join(self.setting)] if self.setting else []
         return ", ".join([*parts, *([f"if {self.unseen}"] if self.unseen else [])])
 

@@ -1,4 +1,4 @@
-"""Processor cores and memory of this host, within the limits of a container or of Slurm.
+"""CPU cores and memory of this host, within the limits of a container or of Slurm.
 
 Sources: Linux, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1.
 """

@@ -115,7 +115,7 @@ class ModelTrace:
     def at(self, micro_batch: float) -> list[Kernels]:
         """Return the kernels at a micro batch, by linear interpolation between the two traces.
 
-        If the traces consist of different kernels, those of `small` are scaled in proportion.
+        If the traces consist of different kernels, the kernels of `small` are scaled.
         """
         small, large = self.small, self.large
         pairs = list(zip(small.kernels, large.kernels, strict=False))

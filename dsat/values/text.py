@@ -275,7 +275,7 @@ def hide_secrets_in_values(value: Any, names: tuple[str, ...] = ()) -> Any:
 
 
 def escape(text: str) -> str:
-    """Return a text whose control characters a terminal would only show."""
+    """Return a text with its control characters escaped, so that terminals do not obey them."""
     return _UNPRINTABLE.sub(
         lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text
     )

@@ -125,7 +125,7 @@ class Trial(KnownBefore, Recorded):
         id: sequential from 0; the first one profiles the model.
         name: descriptive (`z2_gas1_tmbspg4`) and unique in the run; names the trial's folder.
         batch: `train_batch_size`, `micro_batch` and `gas`.
-        overrides: DeepSpeed settings that replace those of the user's configuration.
+        overrides: DeepSpeed settings that replace the user's.
         strategy: name of its `Strategy` (`z2_offload`); by default the stage alone (`z2`).
         script_args: values of the script's switches (`gradient_checkpointing`).
         lineage, note: `arm` and `note` of the search's `Proposal`.

@@ -85,7 +85,7 @@ def test_hosts_must_be_equal() -> None:
             "host a has A100, A100, but host b has A100, T4",
         ),
         (replace(machine, software=("torch 2.8",)), "host a has torch 2.9.* b has torch 2.8"),
-        (replace(machine, cores=(0, 1)), "host a has 0 processor cores.* b has 2 processor cores"),
+        (replace(machine, cores=(0, 1)), "host a has 0 CPU cores.* b has 2 CPU cores"),
     ):
         with pytest.raises(UserInputError, match=told):
             check_equal([a, Host(other, "b")])

@@ -112,7 +112,7 @@ _EXPERIMENT: list[tuple[str, Any, str, str]] = [
 ]
 # What is wrong in an entrypoint, and words of the message.
 _ENTRYPOINT: dict[str, str] = {
-    **dict.fromkeys(("LR=0.1", "''"), "empty"),
+    **dict.fromkeys(("LR=0.1", "''"), "no program"),
     **dict.fromkeys(("python3 train.py && ls", "python3 train.py | tee log"), "shell"),
     **dict.fromkeys(("python3 train.py > log", "python3 train.py --dir $HOME"), "shell"),
     **dict.fromkeys(("python3 train.py $(nproc)", "python3 train.py `nproc`"), "shell"),

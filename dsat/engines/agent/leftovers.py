@@ -164,9 +164,9 @@ def _find_nvme_sections(config: Mapping[str, Any]) -> list[tuple[str, dict[str, 
 class CompilerLocks:
     """Lock files that killed processes leave where DeepSpeed compiles operators.
 
-    torch holds a lock as long as the file exists (torch/utils/file_baton.py). If a compiling
-    process is killed, all later ones wait for ever. Locks older than this object are kept: a
-    process in a container, which is invisible here, may hold them.
+    Older versions of torch hold a lock as long as the file exists (torch/utils/file_baton.py): if a
+    compiling process is killed, all later ones wait for ever. Locks older than this object are
+    kept: a process in a container, which is invisible here, may hold them.
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:

@@ -50,14 +50,14 @@ class Machine(Recorded):
         accelerator: DeepSpeed's name of the accelerator (`cuda`, `cpu`, `xpu`, ...).
         device_name: names of the devices, for messages.
         devices: one entry per slot: the device's value for the visible-devices variable, or a
-            processor core.
+            CPU core.
         visible_devices: environment variables that select devices; none on a CPU.
         memory_bytes: memory of the smallest device; on a CPU, of the host within the limits of its
             control groups.
         expandable_segments: whether ranks may use expandable segments of torch's allocator.
         left_out: messages about devices that are not used, with the reasons.
         software: versions (Python, torch, DeepSpeed) that hosts must share; empty if not imported.
-        cores: the first hardware thread of each processor core that processes may use.
+        cores: the first hardware thread of each CPU core that processes may use.
         threads: number of hardware threads that processes may use at once.
         allowed: on a CPU, all cores that processes may use; with a quota, `devices` are fewer.
     """
@@ -263,7 +263,7 @@ def _end(process: Any) -> None:
 
 
 def machine_of_cores() -> Machine:
-    """Return this machine with processor cores as slots."""
+    """Return this machine with CPU cores as slots."""
     cores = host_limits.usable_cores()
     return Machine(
         accelerator="cpu",

@@ -21,7 +21,7 @@ _KILLED_WITHIN_S = 5.0
 def variables_with_dsat(own: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables for a Python process that imports dsat.
 
-    They are those of this process, updated with `own`. The Python process does not import modules
+    They are this process's, updated with `own`. The Python process does not import modules
     of its current folder.
     """
     env = {**os.environ, **own}

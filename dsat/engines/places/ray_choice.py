@@ -27,7 +27,7 @@ class NodeResources(NamedTuple):
 class Parts(NamedTuple):
     """Equal parts of nodes: the number of nodes, then the slots and cores of each.
 
-    Slots are processor cores if `accelerator` is empty.
+    Slots are CPU cores if `accelerator` is empty.
     """
 
     nodes: int

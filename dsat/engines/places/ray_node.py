@@ -34,7 +34,7 @@ class NodeActor:
     """Runner of commands on a node; several threads call its methods.
 
     Args:
-        cores: number of processor cores for commands, which then use no accelerator. With None,
+        cores: number of CPU cores for commands, which then use no accelerator. With None,
             they use all cores, and the devices that Ray assigns to this process.
     """
 

@@ -90,7 +90,11 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
     found = _identify_all({"": ["sh", "-c"], **by_ssh})
     here += [name for name in by_ssh if ways[name][0] in ours and found[name] == found[""]]
     if len(here) > 1:
-        raise UserInputError(f"lists this machine twice: {', '.join(here)}", where="--hostfile")
+        raise UserInputError(
+            f"lists this machine twice: {', '.join(here)}",
+            where="--hostfile",
+            hint="Keep one of these names.",
+        )
     others = {name: address for name, (address, _) in ways.items() if name not in here}
     for name, address in others.items():
         if address in ours and len(names) > 1:
@@ -113,7 +117,7 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
 
 
 def _identify_all(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return two words that identify each host; its commands run behind the words of its prefix.
+    """Return two words that identify each host, from a command after the host's prefix.
 
     Raises:
         UserInputError: a host does not answer, or ssh needs a password.
@@ -158,7 +162,7 @@ def _identify(name: str, process: subprocess.Popen[str]) -> list[str]:
 
 
 def _way_to(name: str, port: int | None) -> tuple[str, bool]:
-    """Return the address at which ssh finds a host, and whether the host certainly has it.
+    """Return the address at which ssh finds a host, and whether it is surely the host's own.
 
     If ssh uses a proxy, or a port other than 22, which may be forwarded, the address may belong to
     another host. If this machine cannot resolve the name, the address is the name.

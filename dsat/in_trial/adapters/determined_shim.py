@@ -1,8 +1,8 @@
 """Adapters of determined, with which an unmodified Determined script runs without a master.
 
 `det.get_cluster_info()` returns the trial's hyperparameters. `det.core.init()` returns a context
-whose metrics, checkpoints and searcher operations stay in the trial's folder. The adapters rely on
-internals of determined 0.28 to 0.37.
+with one searcher operation, which writes metrics and checkpoints to the trial's folder. The
+adapters rely on internals of determined 0.28 to 0.37.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ _CONFIG_DEFAULTS: dict[str, Any] = {
 
 
 def init(call: Call) -> Any:
-    """Return a context whose reports, checkpoints and operations stay in the trial's folder."""
+    """Return a context that needs no master: reports and checkpoints go to the trial's folder."""
     task, folder, given = call.trial.task, call.trial.folder, call.kwargs
     if task is None:
         return call.proceed()
@@ -190,7 +190,7 @@ def write_user_code(call: Call) -> None:
 
 
 def choose_device(call: Call) -> None:
-    """Let a DeepSpeedTrial train on processor cores, although determined requires a GPU."""
+    """Let a DeepSpeedTrial train on CPU cores, although determined requires a GPU."""
     task = call.trial.task
     if task is None or task.devices:
         call.proceed()

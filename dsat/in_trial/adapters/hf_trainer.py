@@ -192,7 +192,7 @@ def control(call: Call) -> None:
 
 
 def prepare_backend(call: Call) -> tuple[Any, Any]:
-    """Make accelerate recognise all ranks if DeepSpeed runs on processor cores.
+    """Make accelerate recognise all ranks if DeepSpeed runs on CPU cores.
 
     accelerate chooses the backend by the device. Without a device, it treats each rank as the
     only one (accelerate/state.py: PartialState._prepare_backend).

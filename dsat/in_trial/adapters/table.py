@@ -81,7 +81,7 @@ ENGINE = (
     _in_trials("deepspeed.runtime.engine", "DeepSpeedEngine.scale", engine.scale, ">=0.18.3"),
 )
 
-# Wrapped only if `--slot-memory` limits ranks on processor cores that are not forked.
+# Wrapped only if `--slot-memory` limits ranks on CPU cores that are not forked.
 MODELS = _locally("torch.nn.modules.module", "Module.__init__", torch_calls.build_model)
 
 _FILES = (
