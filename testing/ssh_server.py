@@ -20,6 +20,8 @@ if [ "$1" = -G ]; then
     shift
     [ "$1" = -p ] && echo port $2 && shift 2
     case $2 in
+        *[*) echo 'hostname contains invalid characters' >&2; exit 255;;
+        *..*) echo hostname $2;;
         head | localhost | tunnel | jump | back) echo hostname 127.0.0.1;;
         *) echo hostname 127.0.0.2;;
     esac
@@ -37,6 +39,7 @@ case $host in
     locked) echo 'eve@locked: Permission denied (publickey,password).' >&2; exit 255;;
     gone) echo 'ssh: connect to host gone port 22: Connection timed out' >&2; exit 255;;
     silent) exec sleep 2000;;
+    *..*) echo "ssh: Could not resolve hostname $host" >&2; exit 255;;
     unknown) echo 'Host key verification failed.' >&2; exit 255;;
     tunnel | jump | localhost) path={folder}/elsewhere:;;
     back) echo Welcome back;;

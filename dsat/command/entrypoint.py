@@ -31,6 +31,7 @@ _FORMS = (
     "script.py ..., python3 script.py ..."
 )
 SHELL_SYNTAX = re.compile(r"&&|\|\||[|;<>`]|\$\(|\$\{?\w")
+_IN_QUOTES = re.compile(r"'[^']*'|\"[^\"$`\\]*\"")  # text that a shell leaves as it is
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 DEEPSPEED, TORCHRUN = "deepspeed", "torchrun"
@@ -247,7 +248,7 @@ def _program(words: Sequence[str]) -> Entrypoint:
 def _words(entrypoint: str | Sequence[str]) -> list[str]:
     if not isinstance(entrypoint, str):
         return [str(word) for word in entrypoint]
-    if SHELL_SYNTAX.search(entrypoint):
+    if SHELL_SYNTAX.search(_IN_QUOTES.sub("", entrypoint)):
         raise UserInputError(
             f"{entrypoint!r} needs a shell, but dsat starts the ranks without one",
             where=_WHERE,

@@ -198,7 +198,9 @@ def choose_machines(
     there = {name: tuple(range(n or 0)) for name, n in machines.items()}
     included = _filter(path, there, options, "--include", "-i")
     excluded = _filter(path, there, options, *_EXCLUDE)
-    found = {name: slots or there[name] for name, slots in (included or there).items()}
+    chosen = included or there
+    # In the order of the hostfile, whose first machine has rank 0 and `--master_addr`.
+    found = {name: chosen[name] or slots for name, slots in there.items() if name in chosen}
     found = {
         name: tuple(slot for slot in slots if slot not in excluded.get(name, ()))
         for name, slots in found.items()

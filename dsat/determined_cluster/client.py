@@ -126,6 +126,7 @@ def _runner_lines(master: Master, experiment_id: int) -> list[str]:
 def explain_errors(master: str) -> Iterator[None]:
     """Convert determined's errors, and errors of the connection, to UserInputError."""
     from determined.common.api import errors
+    from requests.exceptions import SSLError
 
     try:
         yield
@@ -137,6 +138,13 @@ def explain_errors(master: str) -> Iterator[None]:
         ) from error
     except errors.APIException as error:
         raise UserInputError(describe_request(error), where=master) from error
+    except SSLError as error:
+        raise UserInputError(
+            f"the master's certificate is not accepted: {describe_error(error)}",
+            where=master,
+            hint="Set DET_MASTER_CERT_FILE to the file of the master's certificate, and unset "
+            "REQUESTS_CA_BUNDLE and CURL_CA_BUNDLE, which have precedence.",
+        ) from error
     except (errors.BadRequestException, OSError, ValueError, KeyError) as error:
         raise UserInputError(
             f"no Determined master answers there: {describe_error(error)}",

@@ -2,9 +2,9 @@
 
 The job is a file in the context of the runner's experiment, and everyone who sees the experiment
 can read it. So it leaves out what may hold secrets in your configuration (environment variables,
-credentials of the registry and the storage, `data`, `integrations`). The configuration of the
-runner's experiment keeps these. If `--search-runner-config` changes them there, the user's own
-values are kept below `data`.
+the pod's specification, credentials of the registry and the storage, `data`, `integrations`). The
+configuration of the runner's experiment keeps these. If `--search-runner-config` changes them
+there, the user's own values are kept below `data`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SAID = "[dsat] "  # prefix of each line that the runner logs for the user
 RUNNER_LENGTH = 100  # the runner's progress is in percent
 VARIED = "_dsat"  # key of the hyperparameters that vary
 
-_ENVIRONMENT_SECRETS = ("environment_variables", "registry_auth")
+_ENVIRONMENT_SECRETS = ("environment_variables", "pod_spec", "registry_auth")
 _STORAGE = "checkpoint_storage"
 _DATA = "data"
 _SECRETS = (_STORAGE, _DATA, "integrations")

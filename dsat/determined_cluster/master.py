@@ -31,6 +31,7 @@ _AWAY_LIMIT_S, _ERROR_LIMIT_S = 1800.0, 120.0
 _LONGEST_PAUSE_S = 30.0
 _INTERNAL_ERROR = 500
 _GATEWAY = (502, 503, 504)  # statuses of a proxy, whose answer is a web page
+_BUSY = (408, 429)  # of a proxy: the request took too long, or there were too many
 _OBJECT = re.compile(r"<[\w.]+ object at 0x[0-9a-f]+>:?\s*")
 T = TypeVar("T")
 
@@ -92,11 +93,12 @@ class Master:
         """Create an experiment; return its id.
 
         The configuration is passed as JSON, because the master's YAML differs from Python's: it
-        reads an unquoted `no` as a boolean.
+        reads an unquoted `no` as a boolean. JSON escapes an emoji as two surrogates, which YAML
+        refuses.
         """
         with silence_determined(), tempfile.TemporaryDirectory() as above:
             path = Path(above) / "experiment.json"
-            path.write_text(json.dumps(config), encoding="utf-8")
+            path.write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
             made = self._determined.create_experiment(path, str(folder), list(map(str, includes)))
         return int(made.id)
 
@@ -249,7 +251,7 @@ def is_unreachable(error: BaseException) -> bool:
     from determined.common.api import errors
 
     if isinstance(error, errors.APIException):
-        return int(error.status_code) in range(502, 600)
+        return int(error.status_code) in (*_BUSY, *range(502, 600))
     refused = (errors.ForbiddenException, errors.UnauthenticatedException)
     away = (errors.BadRequestException, OSError)  # the requests package raises OSErrors
     return isinstance(error, away) and not isinstance(error, refused)
@@ -280,6 +282,8 @@ def describe_request(error: BaseException) -> str:
 
 def describe_error(error: BaseException) -> str:
     """Return the reason of a failed request, without the repr of library objects."""
+    if type(error).__name__ == "JSONDecodeError":
+        return "the answer is not JSON, but perhaps a web page"
     link, seen = error, {id(error)}
     while True:
         # urllib3 keeps the cause as `reason`, requests as the first argument.
@@ -293,8 +297,8 @@ def describe_error(error: BaseException) -> str:
         return link.strerror.lower()
     if isinstance(link, TimeoutError) or "imeout" in type(link).__name__:
         return "no answer in time"
+    said = str(link).strip().splitlines() or [""]
     status = getattr(error, "status_code", None)
-    if status in _GATEWAY:
+    if status in _GATEWAY or (status and said[0][:1] in ("", "<")):
         return f"status {status}"
-    said = str(link).strip().splitlines()
-    return _OBJECT.sub("", said[0]).strip() if said else type(link).__name__
+    return _OBJECT.sub("", said[0]).strip() or type(link).__name__

@@ -10,6 +10,7 @@ from typing import Any
 
 from dsat.in_trial import failures
 from dsat.in_trial.cluster_rank import ATTACHED_MARK, LOG_MARK, OUTCOME_KEY
+from dsat.values.codec import DecodeError
 from dsat.values.outcome import Outcome, OutcomeKind
 
 _TAIL_LINES = 20
@@ -29,7 +30,11 @@ def from_metric(metric: Any) -> Outcome:
     """Return the outcome that a trial reported as searcher metric; INVALID for any other metric."""
     found = metric.get(OUTCOME_KEY) if isinstance(metric, dict) else None
     if found is not None:
-        return Outcome.from_json(found)
+        try:
+            return Outcome.from_json(found)
+        except DecodeError as error:
+            message = f"the trial's report is damaged: {error}"
+            return Outcome(OutcomeKind.INVALID, message=message)
     return Outcome(
         OutcomeKind.INVALID,
         message="the script reported its own searcher metric, "
@@ -121,9 +126,11 @@ def _reports(lines: Sequence[str]) -> list[dict[str, Any]]:
         _, mark, text = line.partition(LOG_MARK)
         if mark:
             try:
-                found.append(json.loads(text))
-            except json.JSONDecodeError:  # mixed with a line of another writer
+                data = json.loads(text)
+                Outcome.from_json(data)
+            except ValueError:  # mixed with a line of another writer, or damaged
                 continue
+            found.append(data)
     return [data for data in found if data["run"] == found[-1]["run"]]
 
 

@@ -36,7 +36,8 @@ Ignore = Callable[[str, list[str]], "set[str]"]
 def collect_files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]:
     """Return files and folders for the trials' folder, by relative path, without this package.
 
-    Raises UserInputError if two have the same name, or one would hide this package.
+    Raises UserInputError if two have the same name, one would hide this package, or a `.detignore`
+    is invalid.
     """
     root = model_dir.resolve()  # the ignore rule needs the same path
     found = dict(_walk(root, Path(), _make_ignore_rule(root)))
@@ -181,12 +182,19 @@ def _trial_files(found: Files, folders: Collection[Path]) -> Files:
 
 
 def _make_ignore_rule(root: Path) -> Ignore:
-    """Return a function that ignores the names that determined ignores, and earlier runs."""
+    """Return a function that ignores the names that determined ignores, and earlier runs.
+
+    Raises UserInputError if the folder's `.detignore` is not UTF-8 or has an invalid pattern.
+    """
     from determined.common import detignore as determined_ignore
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # pathspec warns about determined
-        ignore: Ignore = determined_ignore.make_shutil_ignore(root)
+        try:
+            ignore: Ignore = determined_ignore.make_shutil_ignore(root)
+        except ValueError as error:
+            where = str(root / ".detignore")
+            raise UserInputError(f"cannot be read: {error}", where=where) from None
     return lambda parent, names: {*ignore(parent, names), RUNS_FOLDER.name}
 
 

@@ -14,6 +14,7 @@ from dsat.values import format as fmt
 
 T = TypeVar("T")
 
+_LONGEST_POLL_S = 180.0  # a master answers within 60 s, but never if its host lost its power
 _ASK_EVERY_S = 5.0
 _LIST_EVERY_S = 30.0
 _START_S = 60.0  # most time from a trial's start to its script's first call of dsat
@@ -30,6 +31,7 @@ def long_poll(
     check: Callable[[], None],
     is_idle: Callable[[], bool],
     every_s: float = 0.5,
+    clock: Callable[[], float] = time.monotonic,
 ) -> T:
     """Return the answer to a request that the master may answer late.
 
@@ -38,14 +40,14 @@ def long_poll(
         is_idle: whether the experiment is paused or ended. A request that waits does not return
             for this, so a new one is made.
     """
-    poll, was_idle = _in_background(ask), False
+    poll, asked_s, was_idle = _in_background(ask), clock(), False
     while True:
         check()
         if futures.wait([poll], timeout=every_s).done:
             return poll.result()
         idle = is_idle()
-        if idle and not was_idle:
-            poll = _in_background(ask)
+        if (idle and not was_idle) or clock() - asked_s > _LONGEST_POLL_S:
+            poll, asked_s = _in_background(ask), clock()
         was_idle = idle
 
 

@@ -42,6 +42,10 @@ def script(*args: str, name: str = "train.py", **more: object) -> Entrypoint:
         ("python train.py --lr 0.1", script("--lr", "0.1")),
         ("./train.py --fast", script("--fast", name="./train.py")),
         ("python3 'my script.py' 'two words'", script("two words", name="my script.py")),
+        (
+            """python3 train.py --end '<s>' --sep "a;b" --cost 'in $US'""",
+            script("--end", "<s>", "--sep", "a;b", "--cost", "in $US"),
+        ),
         (["python3", "train.py", 3, "", " x "], script("3", "", " x ")),
         (
             "python3 -O -W ignore src/train.py",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dsat.in_trial.cluster_rank import ATTACHED_MARK, log_line
+from dsat.in_trial.cluster_rank import ATTACHED_MARK, OUTCOME_KEY, log_line
 from dsat.values.outcome import Metrics, Outcome, OutcomeKind
 from testing.helpers import failed
 from testing.master.made_up import Ending
@@ -57,6 +57,7 @@ REPORTS = [
     (crash(*TRACEBACK, line(failed(INVALID, "too short"), ended=True)), (ERROR, "KeyError: 'x'")),
     (crash("no config", line(failed(INVALID, "too short"), ended=True)), (INVALID, "too short")),
     (crash(line(failed(OOM))[:-20]), (ERROR, "failed")),  # cut off by another writer
+    (crash(line(RAN).replace("3.0", "NaN")), (ERROR, "failed")),
     # One rank's report explains the failures of the others.
     (
         crash(
@@ -100,7 +101,7 @@ OWN_METRICS: tuple[Any, ...] = (0.0, 1.5, "NaN", {"loss": 2.0}, [], {})
 METRICS = [
     (Ending(metric), (INVALID, "its own searcher metric", json.dumps(metric)))
     for metric in OWN_METRICS
-]
+] + [(Ending({OUTCOME_KEY: {"kind": "OK", "metrics": {}}}), (INVALID, "report is damaged"))]
 
 
 @pytest.mark.parametrize("endings", [REPORTS, TEXTS, PORTS, METRICS])

@@ -26,6 +26,7 @@ ENVIRONMENT = {
     "image": "my/image:1",
     "environment_variables": [f"TOKEN={SECRET}"],
     "registry_auth": {"password": SECRET},
+    "pod_spec": {"spec": {"containers": [{"env": [{"name": "TOKEN", "value": SECRET}]}]}},
 }
 SEARCHER = {"name": "single", "metric": "loss", "max_length": {"batches": 100}}
 TRAINING = {"min_validation_period": {"batches": 10}, "profiling": {"enabled": True}}

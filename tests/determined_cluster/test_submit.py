@@ -12,10 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import requests
+from determined.common.api import errors
 
 from dsat import api as dsat_api
 from dsat.cli import main
 from dsat.command.ds_config import DSAT_TRIAL_KEY
+from dsat.determined_cluster.client import explain_errors
+from dsat.determined_cluster.master import describe_request
 from dsat.errors import UserInputError
 from dsat.search import SEARCHES, RandomSearch
 from testing.local import PROGRAMS
@@ -182,6 +186,7 @@ def test_only_a_search_is_followed(master: StandIn, capsys: pytest.CaptureFixtur
     [
         *(([status], 0, 0) for status in (400, 401, 403, 404, 501)),
         ([599], 1800, 1830),
+        *(([status], 1800, 1830) for status in (408, 429)),  # of a proxy that is busy
         *(([status], 1800, 3000) for status in (502, 503)),  # determined's client retries these
         ([500], 120, 150),  # more slots than the cluster has
         ([599] * 7 + [500], 211, 241),  # a master that restarts before its database
@@ -248,6 +253,37 @@ def test_a_master_that_is_not_there_for_the_user(
     assert said in err and ("--engine local" in err) is (variable == "DET_MASTER")
     for noise in ("HTTPConnectionPool", "object at 0x"):
         assert noise not in err
+
+
+def page(status: int) -> requests.Response:
+    """Return an answer of a proxy, or of another server."""
+    response = requests.Response()
+    response.status_code, response._content = status, b"<!DOCTYPE html>\n<html></html>"
+    return response
+
+
+def test_a_web_page_in_place_of_an_answer_is_described() -> None:
+    for error, said in (
+        (errors.APIException(page(407)), "the master refuses: status 407"),
+        (errors.APIException(page(429)), "the master does not answer: status 429"),
+        (errors.APIException(page(500)), "the master answers with an error: status 500"),
+        (errors.NotFoundException(""), "the master refuses: status 404"),
+    ):
+        assert describe_request(error) == said
+    told = pytest.raises(UserInputError, match="answers there: the answer is not JSON")
+    with told, explain_errors("https://m"):
+        page(200).json()
+
+
+def test_a_certificate_that_is_not_trusted_is_named() -> None:
+    told = pytest.raises(UserInputError, match=r"certificate is not acc.*DET_MASTER_CERT_FILE")
+    with told, explain_errors("https://m"):
+        raise requests.exceptions.SSLError("self-signed certificate")
+
+
+def test_a_name_may_have_an_emoji(master: StandIn, tmp_path: Path) -> None:
+    assert dsat("--detach", model=changed(tmp_path, name="my 🚀")) == 0
+    assert master.experiment(1).config["name"] == "(DSAT) my 🚀"
 
 
 def test_a_master_without_custom_searches(

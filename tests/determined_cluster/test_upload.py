@@ -13,6 +13,7 @@ import pytest
 from dsat.cli import main
 from dsat.command.entrypoint import Entrypoint
 from dsat.determined_cluster import upload
+from dsat.errors import UserInputError
 from testing.master import StandIn
 
 CONFIG = """
@@ -69,6 +70,13 @@ def test_the_model_folder_without_what_determined_leaves_out(
         assert uploaded(master, named) == WHOLE
     (model / ".detignore").write_text("# mine\n*.bin\nlib/\n")
     assert uploaded(master, model) == {"data/small.txt", "train.py"}
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe*\0", b"!\n"])
+def test_a_detignore_that_cannot_be_read_is_named(content: bytes, model: Path) -> None:
+    (model / ".detignore").write_bytes(content)
+    with pytest.raises(UserInputError, match=r"/\.detignore: cannot be read: "):
+        upload.collect_files(model, [])
 
 
 def test_includes_keep_their_names_and_their_own_detignore(

@@ -76,6 +76,25 @@ def test_a_long_poll_of_an_idle_experiment_is_repeated_and_can_be_left() -> None
     never.set()
 
 
+def test_a_long_poll_whose_connection_has_died_is_repeated() -> None:
+    never, asked, now = threading.Event(), list[int](), [0.0]
+
+    def ask() -> str:
+        asked.append(1)
+        if len(asked) == 1:
+            never.wait(60)
+        return "events"
+
+    def check() -> None:
+        now[0] += 50.0
+        assert now[0] < 500.0, "it would wait forever"
+
+    answer = long_poll(ask, check, lambda: False, every_s=0.05, clock=lambda: now[0])
+    assert (answer, len(asked)) == ("events", 2)
+    assert now[0] >= 200.0, "a master may answer late"
+    never.set()
+
+
 @pytest.mark.parametrize(
     ("running", "overdue"),
     [

@@ -143,7 +143,8 @@ def test_dsat_runs_inside_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> Non
 
 SHOWS = """
 import os, sys
-print([os.getcwd(), os.environ["OWN"], os.environ.get("CUDA_VISIBLE_DEVICES"), *sys.argv[1:]])
+devices = [os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")]
+print([os.getcwd(), os.environ["OWN"], *devices, *sys.argv[1:]])
 sys.stderr.write(str(len(sys.stdin.read())))
 sys.exit(3)
 """
@@ -174,14 +175,14 @@ def test_a_command_has_our_pipes_our_folder_and_our_variables_but_the_nodes_devi
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     monkeypatch.chdir(tmp_path)
-    env = {"OWN": "a 'b'\n$c", "CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "1"}
+    env = {"OWN": "a 'b'\n$c", "CUDA_VISIBLE_DEVICES": "0", "ZE_AFFINITY_MASK": "1"}
     for actor, devices in ((NodeActor(None), "2,3"), (NodeActor(64), None)):
         command = Command(actor, sys.executable, "-c", SHOWS, "x y", "`z`\n", **env)
         for _ in range(10):
             command.stdin.write(b"input\n" * 10_000)
         command.stdin.close()
         status, out, err = command.finished()
-        expected = [str(tmp_path), "a 'b'\n$c", devices, "x y", "`z`\n"]
+        expected = [str(tmp_path), "a 'b'\n$c", devices, None, "x y", "`z`\n"]
         assert (status, out.decode(), err) == (3, f"{expected}\n", b"600000")
 
 

@@ -103,7 +103,7 @@ def test_a_trial_has_slots_of_one_host_or_whole_hosts() -> None:
 
 def test_a_missing_command_of_slurms_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
-    with pytest.raises(EngineError, match="scontrol was not found"):
+    with pytest.raises(EngineError, match=r"scontrol was not found.*--engine local"):
         allocation_of("16(x2)").find_nodes()
 
 

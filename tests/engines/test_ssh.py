@@ -16,7 +16,7 @@ from dsat.cli.main import main
 from dsat.engines.machines.machine import Machine
 from dsat.engines.places import base, ssh
 from dsat.engines.places import local as this_machine
-from dsat.errors import UserInputError
+from dsat.errors import EngineError, UserInputError
 from dsat.tuning import local
 from testing import ssh_server
 from testing.command import ADAM, FAST, run_of
@@ -95,6 +95,7 @@ def test_a_command_hears_of_our_end(tmp_path: Path) -> None:
         ("locked", r"eve@locked: Permission denied \(publickey,password\)", True),
         ("gone", "ssh: connect to host gone port 22: Connection timed out", False),
         ("unknown", "Host key verification failed", True),
+        ("typo..example", "ssh: Could not resolve hostname typo..example", False),
     ],
 )
 def test_a_host_that_asks_or_does_not_answer_is_refused(name: str, told: str, keys: bool) -> None:
@@ -104,6 +105,12 @@ def test_a_host_that_asks_or_does_not_answer_is_refused(name: str, told: str, ke
     assert f"`ssh -o BatchMode=yes {name} true` must work" in str(raised.value)
     assert ("accept the host's key" in str(raised.value)) is keys
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.usefixtures("scripted")
+def test_a_range_of_hosts_is_no_name() -> None:
+    with pytest.raises(EngineError, match=r"`ssh -G n\[1-2\]`.*: hostname contains invalid char"):
+        ssh.reach(["n[1-2]", "head"], None)
 
 
 @pytest.mark.usefixtures("scripted")

@@ -18,7 +18,7 @@ from typing import IO
 # Variables by which Ray assigns devices to a process, one for each kind of accelerator.
 _OF_DEVICES = tuple(
     "CUDA_VISIBLE_DEVICES HIP_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES ONEAPI_DEVICE_SELECTOR "
-    "ASCEND_RT_VISIBLE_DEVICES HABANA_VISIBLE_MODULES".split()
+    "ZE_AFFINITY_MASK ASCEND_RT_VISIBLE_DEVICES HABANA_VISIBLE_MODULES".split()
 )
 # When a process ends, Ray kills its children. A grandchild can clean up when its input ends.
 _AS_GRANDCHILD = ("setsid", "--fork", "--wait", "env", "--chdir")

@@ -185,7 +185,10 @@ def _ask(*command: str) -> str:
     """Run a command of Slurm and return its output; raise EngineError if it is missing or fails."""
     name = command[0]
     if shutil.which(name) is None:
-        raise EngineError(f"Slurm's command {name} was not found. Start dsat where it is in PATH.")
+        raise EngineError(
+            f"Slurm's command {name} was not found. Start dsat where it is in PATH, not in a "
+            "container without it, or use --engine local"
+        )
     try:
         return subprocess.run(  # noqa: S603
             command,

@@ -176,13 +176,14 @@ def _way_to(name: str, port: int | None) -> tuple[str, bool]:
             timeout=_REACH_LIMIT_S,
         ).stdout
     except (subprocess.SubprocessError, OSError) as error:
+        why = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
         raise EngineError(
-            f"`ssh -G {name}`, which shows how to reach the host, failed: {error}"
+            f"`ssh -G {name}`, which shows how to reach the host, failed: {why}"
         ) from None
     options = dict(line.split(maxsplit=1) for line in configured.splitlines() if " " in line)
     host = options.get("hostname", name)
     is_direct = options.get("port") in (None, "22") and not _PROXIES & options.keys()
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]), is_direct
-    except OSError:  # only other hosts resolve it
+    except (OSError, UnicodeError):  # only other hosts resolve it, or it is no name of a host
         return host, is_direct
