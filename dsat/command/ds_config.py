@@ -195,8 +195,8 @@ def at(config: Mapping[str, Any], path: str) -> Any:
     return found
 
 
-def _check_comparable(config: Mapping[str, Any], slots: int, *, where: str) -> None:
-    """Raise UserInputError if groups do not divide the devices, or ZenFlow is on."""
+def check_groups(config: Mapping[str, Any], slots: int, *, where: str) -> None:
+    """Raise UserInputError if the groups of a configuration do not divide a trial's devices."""
     shared = parallelism.of_config(config)
     if slots % shared.shared:
         raise UserInputError(
@@ -205,21 +205,36 @@ def _check_comparable(config: Mapping[str, Any], slots: int, *, where: str) -> N
             hint="Change the parallel size in the configuration, or the number of devices.",
         )
     zero = config.get("zero_optimization") or {}
-    # `_create_zero_param_parallel_group` in utils/groups.py, 0.19.8.
-    hpz = zero.get("zero_hpz_partition_size", 1)
-    if zero.get("stage") == 3 and hpz not in (None, AUTO, 0) and slots % min(hpz, slots):
+    if not secondary_divides(config, slots, zero.get("stage", 0)):
         raise UserInputError(
-            f"{hpz:g} does not divide the {slots} devices of a trial",
+            f"{secondary_group(config)} does not divide the {slots} devices of a trial",
             where=f"{where}: zero_optimization.zero_hpz_partition_size",
             hint="Change this size, or the number of devices.",
         )
-    # `configure_zenflow` in runtime/zenflow/engine.py, 0.19.8.
-    if zero.get("zenflow") not in (None, AUTO):
+
+
+def secondary_group(config: Mapping[str, Any]) -> int:
+    """Return how many devices share a copy of the parameters (ZeRO++); 1 if there is no copy."""
+    size = at(config, "zero_optimization.zero_hpz_partition_size")
+    return 1 if size in (None, AUTO, 0) else int(size)
+
+
+def secondary_divides(config: Mapping[str, Any], slots: int, stage: int) -> bool:
+    """Return whether the groups of devices that share a copy divide the devices.
+
+    Only stage 3 has them; see `_create_zero_param_parallel_group` in utils/groups.py, 0.19.8.
+    """
+    return stage != 3 or slots % min(secondary_group(config), slots) == 0
+
+
+def refuse_zenflow(config: Mapping[str, Any], *, where: str) -> None:
+    """Raise UserInputError if ZenFlow is on (`configure_zenflow` in runtime/zenflow/engine.py)."""
+    if at(config, "zero_optimization.zenflow") not in (None, AUTO):
         raise UserInputError(
-            "ZenFlow cannot be tuned: dsat compares optimizer steps, and ZenFlow varies their "
+            "ZenFlow is not supported: dsat compares optimizer steps, and ZenFlow varies their "
             "number of micro batches",
             where=f"{where}: zero_optimization.zenflow",
-            hint="Remove this section to tune the rest.",
+            hint="Remove this section to tune or predict the rest.",
         )
 
 
@@ -235,7 +250,8 @@ def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> Batch
         UserInputError: both global and micro batch are missing, a size is not a positive integer,
             or they contradict each other; groups do not divide the devices; or ZenFlow is on.
     """
-    _check_comparable(config, slots, where=where)
+    check_groups(config, slots, where=where)
+    refuse_zenflow(config, where=where)
     shared = parallelism.of_config(config)
     counted = slots // shared.sequence  # DeepSpeed's count, which ignores AutoTP here
     given = {

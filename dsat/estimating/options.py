@@ -22,7 +22,7 @@ def _cards(value: str) -> tuple[int, int, int | None]:
     devices, slash, host = WORD.read(value).partition("/")
     counted = _COUNT.match(devices)
     size = (devices[counted.end() :] if counted else devices).strip()
-    card = cards.named(size)
+    card = None if "," in size else cards.named(size)
     try:
         memory_bytes = memory_size(size) if card is None else card.memory_bytes
     except ValueError as error:

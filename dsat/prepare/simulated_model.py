@@ -85,6 +85,7 @@ def simulate(settings: ModelSettings) -> Iterator[SimulatedModel]:
     config = script_args.batch_from_args(
         experiment.base_config, program.args, experiment.arg_mappings, experiment.hparams
     )
+    ds_config.refuse_zenflow(config, where=experiment.ds_config_name)
     recompute = settings.activation_checkpointing
     switches = {} if recompute is None else {CHECKPOINTING: recompute == "on"}
     folder = Path(tempfile.mkdtemp(prefix="dsat-"))

@@ -22,7 +22,7 @@ from dsat.prepare.target import ModelSettings
 
 def _cards_of_kind(value: str) -> tuple[int, str]:
     """Parse `64xH100` into number and model of the GPUs."""
-    found = re.fullmatch(r"\s*([\d.+-]+)\s*[xX]\s*(.+)", WORD.read(value))
+    found = re.fullmatch(r"\s*([\d.+-]+)\s*[xX]\s*([^,;+]+)", WORD.read(value))
     if found is None:
         raise ValueError(f"invalid GPUs {value!r}: write, for example, 64xH100")
     return NUMBER_OF_CARDS.read(found[1]), found[2].strip()

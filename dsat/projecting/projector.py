@@ -104,6 +104,7 @@ def _check_slots(traced: Traced, count: int) -> None:
             "in your configuration (autotp_size, sequence_parallel_size)",
             where="--to",
         )
+    ds_config.check_groups(traced.base, count, where="--to")
     if not traced.gas(count, 1):
         total = traced.global_batch(count)
         raise UserInputError(
@@ -247,10 +248,12 @@ class Projector:
         return tuple(sorted(found, key=order)[:_BEST])
 
     def row(self, strategy: Strategy, slots: int, micro_batch: int) -> Row | None:
-        """Project one configuration; None if not simulated, or if the batch is not divisible."""
+        """Project one configuration; None if not simulated, or if it cannot be divided."""
         traced = self._traced
         gas, parallelism = traced.gas(slots, micro_batch), traced.parallelism
         if strategy not in traced.traces or gas < 1 or slots % parallelism.shared:
+            return None
+        if not ds_config.secondary_divides(traced.base, slots, strategy.stage):
             return None
         memory_bytes, fits = traced.memory(strategy, slots, micro_batch, self._card)
         time = self.step_time(strategy, slots, micro_batch, gas)

@@ -29,7 +29,6 @@ from dsat.values.zero_strategy import Strategy, of_config
 
 _log = logging.getLogger(__name__)
 SIZES = tuple(2**n for n in range(10))  # 1 to 512 GPUs
-_HPZ = "zero_optimization.zero_hpz_partition_size"
 _STEP_TOKENS = 16_384  # of each device
 # Of each device, if samples are not sequences: as in the reference training of torchvision 0.20
 # (references/classification/train.py), and Goyal et al. (2017), arXiv:1706.02677.
@@ -160,7 +159,7 @@ def trace(
     facts, model = simulator.traced_facts(base)
     found = Traced(base, facts, model, {}, {}, simulator.script.sequence_length)
     # More slots than any group has, to distinguish its collectives from those of all ranks.
-    shared, group = found.parallelism.shared, int(ds_config.at(base, _HPZ) or 1)
+    shared, group = found.parallelism.shared, ds_config.secondary_group(base)
     slots = shared * math.ceil(max(slots, _LEAST_TRACED, 2 * shared, 2 * group) / shared)
     strategies = list(dict.fromkeys(choose(found)))
     # Two micro steps suffice: all except the last are like the first.

@@ -34,6 +34,12 @@ from dsat.simulation.versions import transformers_models
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import of_config
 
+# Settings of stage 3 that run compiled kernels of a GPU, which a fake device lacks.
+_KERNELS_OF_GPU = (
+    *("zero_quantized_weights", "zero_quantized_nontrainable_weights"),
+    *("zero_quantized_gradients", "offload_optimizer.super_offload"),
+)
+
 
 class _FakeDevice:
     """Fake device or fake CPU, with its tracker; all tensors of this process become fake."""
@@ -124,6 +130,7 @@ class Simulation(_FakeDevice):
     """A candidate's engine, whose last micro step computes the script's own loss."""
 
     def __init__(self, captured: Captured, candidate: Question) -> None:
+        check_supported(candidate.config)
         super().__init__(captured, candidate)
         self.tracker.workspace_bytes = candidate.workspace_bytes
         self._engine = self._make_engine()
@@ -313,6 +320,14 @@ class ActivationPass(_FakeDevice):
             },
             **self.trace(self._module),
         }
+
+
+def check_supported(config: Mapping[str, Any]) -> None:
+    """Raise SimulationUnsupported if an engine with this configuration needs a GPU's kernels."""
+    zero = config.get("zero_optimization") or {}
+    on = [name for name in _KERNELS_OF_GPU if ds_config.at(zero, name) is True]
+    if on and of_config(config).stage == 3:
+        raise SimulationUnsupported(f"{on[0]} needs a GPU and cannot be simulated")
 
 
 def _some_loss(outputs: Any) -> torch.Tensor:

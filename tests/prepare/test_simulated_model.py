@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from dsat.prepare.simulated_model import name_of, warn_of_length
+from dsat.errors import UserInputError
+from dsat.prepare import installed_deepspeed
+from dsat.prepare.simulated_model import name_of, simulate, warn_of_length
 from dsat.prepare.target import ModelSettings
 from dsat.simulation.protocol import ScriptFacts
 
@@ -30,3 +33,15 @@ def test_samples_beyond_the_models_positions_are_warned_of(
     settings = ModelSettings(model="config.json", seq_length=length)
     warn_of_length(settings, ScriptFacts(length, model_takes=4096))
     assert len(caplog.records) == warnings
+
+
+def test_memory_and_speed_with_zenflow_are_not_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installed_deepspeed, "check", lambda *args: None)
+    model, own = tmp_path / "model.json", tmp_path / "ds.json"
+    model.write_text('{"model_type": "llama"}')
+    own.write_text(json.dumps({"zero_optimization": {"stage": 2, "zenflow": {}}}))
+    settings = ModelSettings(model=str(model), ds_config=own)
+    with pytest.raises(UserInputError, match="ZenFlow"), simulate(settings):
+        pass

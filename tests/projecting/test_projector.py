@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -17,11 +18,11 @@ from dsat.memory import closed_form
 from dsat.memory.estimate import MemoryEstimate
 from dsat.memory.facts import ModelFacts
 from dsat.memory.predictor import Anchor
-from dsat.prepare.simulated_model import simulate
+from dsat.prepare.simulated_model import SimulatedModel, simulate
 from dsat.projecting import projector
 from dsat.projecting.options import ProjectSettings
 from dsat.projecting.projector import Projector
-from dsat.projecting.tracing import Traced
+from dsat.projecting.tracing import Traced, trace
 from dsat.search import cards
 from dsat.show import past_runs
 from dsat.simulation.protocol import Question
@@ -36,7 +37,7 @@ from dsat.values.step_trace import (
     ModelTrace,
     StepTrace,
 )
-from dsat.values.zero_strategy import of_config
+from dsat.values.zero_strategy import Strategy, of_config
 from testing import warm_command, warm_host
 
 CPU = {"device": "cpu"}
@@ -199,6 +200,38 @@ def test_all_strategies_have_the_same_global_batch(
     assert (traced.global_batch(8), traced.global_batch(16)) == batches
     of_group = batches[0] / traced.parallelism.data(8)
     assert {m * traced.gas(8, m) for m in range(1, 300) if traced.gas(8, m)} == {of_group}
+
+
+def test_stage_3_is_projected_only_to_gpus_that_groups_with_a_copy_divide() -> None:
+    """DeepSpeed refuses 12 GPUs in groups of 8."""
+    kernels = (Kernels(FORWARD, True, MATMUL, 2, 1e9, 1e6, 1),)
+    step = StepTrace(kernels, (), 1, 16, 1, 1.0)
+    model, facts = (
+        ModelTrace(step, replace(step, micro_batch=2)),
+        ModelFacts(1, 1, 1, 0.0, 0.0, 0.0),
+    )
+    zero = {"stage": 3, "zero_hpz_partition_size": 8}
+    base: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    anchor = Anchor(base, 1, MemoryEstimate(1, 1, 1, 1), 16)
+    traces = {Strategy(stage): (step, anchor) for stage in (2, 3)}
+    traced = Traced(base, facts, model, traces, {}, 128)
+    shown = Projector(traced, cards.find("H100"), None)
+    assert shown.row(Strategy(3), 12, 1) is None
+    assert None not in (shown.row(Strategy(2), 12, 1), shown.row(Strategy(3), 16, 1))
+    with pytest.raises(UserInputError, match="8 does not divide the 12 devices"):
+        projector._check_slots(traced, 12)
+
+
+def test_an_auto_size_of_groups_counts_as_none() -> None:
+    """A script may be given this size although no Trainer replaces it."""
+    step, facts = StepTrace((), (), 1, 8, 1, 1.0), ModelFacts(1, 1, 1, 0.0, 0.0, 0.0)
+    simulator = mock.Mock()
+    simulator.traced_facts.return_value = facts, ModelTrace(step, step)
+    simulator.script.sequence_length = 128
+    simulator.trace_each.return_value = {0: (MemoryEstimate(1, 1, 1, 1), step)}
+    base = {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": "auto"}}
+    traced = trace(SimulatedModel("train", base, simulator), 8, lambda found: [Strategy(3)])
+    assert list(traced.traces) == [Strategy(3)]
 
 
 @pytest.mark.parametrize(
