@@ -166,9 +166,8 @@ class BatchCounter:
         samples, before = self._rows[0], self._fed_before
         if varies or samples is None:
             return None
-        is_own = self._micro_batch == self._own
-        if samples == self._own and not is_own and not self._may_be_pairs:
-            raise self._refusal(samples)
+        if (refusal := self.refuse_own()) is not None:
+            raise refusal
         if samples == 1:  # a row that packs all samples, or that they share
             return None
         self.fed_instead = {"micro_batch": self._micro_batch, "rows": samples}
@@ -181,10 +180,17 @@ class BatchCounter:
             )
         else:
             return None
-        if not is_own:
+        if self._micro_batch != self._own:
             raise refusal
         self.warning = str(refusal)
         return samples
+
+    def refuse_own(self) -> InvalidTrial | None:
+        """Return an error if the first call has the user's micro batch instead of the trial's."""
+        samples = self._rows[0] if self._rows else None
+        if samples is None or self._own != samples or samples == self._micro_batch:
+            return None
+        return None if self._may_be_pairs else self._refusal(samples)
 
     def lengths(
         self, module: Any, maximum: Callable[[list[float]], list[float]]

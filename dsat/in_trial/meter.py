@@ -141,6 +141,17 @@ class Meter:
             print(f"dsat: nothing more can be measured: {error}", file=sys.stderr)
         return self.outcome or failures.outcome(self.shortfall)
 
+    def describe(self, error: BaseException) -> Outcome:
+        """Return the outcome of an error.
+
+        If memory runs out with the user's micro batch, this says nothing about the trial's.
+        """
+        found = failures.outcome(error)
+        if self._engine is None or not found.kind.is_out_of_memory:
+            return found
+        refusal = self._recorder.counter.refuse_own()
+        return found if refusal is None else failures.outcome(refusal)
+
     def watch(self, engine: Any) -> None:
         """Wrap the methods of an engine with an optimizer; the first that trains is measured.
 
@@ -180,7 +191,7 @@ class Meter:
             return self._recorded(name, call)
         except Exception as error:
             trains = self._engine is call.owner and (name != "forward" or is_training(call.owner))
-            found = failures.outcome(error)
+            found = self.describe(error)
             # The script may handle memory that runs out elsewhere (an evaluation, another engine).
             if isinstance(error, DsatError) or (trains and found.kind is not OutcomeKind.ERROR):
                 self._failed = found

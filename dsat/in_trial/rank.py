@@ -217,10 +217,11 @@ class Rank:
         multiprocessing, Hydra and others catch an error and call `sys.exit`; the caught error then
         counts.
         """
+        describe = failures.outcome if self._meter is None else self._meter.describe
         if not isinstance(error, SystemExit):
-            return failures.outcome(error)
+            return describe(error)
         if error.__context__ is not None:
-            return failures.outcome(error.__context__)
+            return describe(error.__context__)
         refused = None if self._meter is None else self._meter.outcome
         if refused is not None and not refused.ok:
             return refused

@@ -270,6 +270,11 @@ def _make_from_start(source: Source, ranks: Sequence[RankStart], program: Entryp
         program = replace(program, config_word=_find_config(program.args, folder, first.config))
     named = program.config_path
     is_gone = named is not None and not os.path.isfile(folder / named)
+    is_file = source.ds_config is None and named is not None and not is_gone
+    if is_file and _changes(ds_config.read(folder / str(named)), first.config or {}):
+        # The file alone does not decide, so trials replace what the script passes.
+        launch = replace(program.launch, config_is_word=True)
+        program = replace(program, launch=launch, config_word="")
     path = _config_of_command(source.ds_config, Entrypoint() if is_gone else program, folder)
     config = path or first.config
     if config is None:
@@ -305,6 +310,16 @@ def _find_config(args: Sequence[str], folder: Path, passed: Mapping[str, Any]) -
                 ):
                     return word
     return ""
+
+
+def _changes(own: Mapping[str, Any], passed: Mapping[str, Any]) -> bool:
+    """Return whether the script's code sets batch sizes or a stage that its file does not have.
+
+    accelerate adds DeepSpeed's default of the accumulation steps.
+    """
+    keys = (*ds_config.BATCH_KEYS, "zero_optimization.stage")
+    file, used = {ds_config.BATCH_KEYS[2]: 1, **ds_config.flat(own)}, ds_config.flat(passed)
+    return any(key in used and file.get(key) not in (ds_config.AUTO, used[key]) for key in keys)
 
 
 def _find_sizes(own: Mapping[str, Any], passed: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -71,7 +71,9 @@ class ProfilePhase:
         """Process the outcome of a trial of this phase."""
         profile, self._next_micro_batch = outcome.profile, None
         if not outcome.ok or profile is None:
-            if trial.kind is TrialKind.BASELINE and self._may_fit_smaller(outcome):
+            if self._run.batch_flag.supersedes(trial):  # the next trial sets the script's flag
+                self._next_micro_batch = trial.batch.micro_batch
+            elif trial.kind is TrialKind.BASELINE and self._may_fit_smaller(outcome):
                 self._next_micro_batch = self._smallest_micro_batch
             else:
                 self._on_failure(trial, outcome)

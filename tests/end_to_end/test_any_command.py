@@ -14,6 +14,30 @@ from testing.printed import printed_in
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 
+# It imports neither transformers nor DeepSpeed, which accelerate imports late.
+PLAIN_LOOP = """
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator()
+net = torch.nn.Linear(4, 4)
+loader = torch.utils.data.DataLoader(torch.randn(4000, 4), 2)
+net, opt, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), loader)
+for batch in loader:
+    accelerator.backward(net(batch).square().mean())
+    opt.step()
+    opt.zero_grad()
+"""
+
+
+def test_two_ranks_of_accelerate_alone_know_each_other_in_the_first_trial(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PLAIN_LOOP)
+    shutil.copy(PROGRAMS / "frameworks" / "plugin.yaml", tmp_path)
+    command = "accelerate launch --config_file plugin.yaml --num_processes 2"
+    options = "--max-trials 2 --run-dir . --start-profile-step 2 --end-profile-step 3"
+    told = typed(tmp_path, "tune", *options.split(), "--", *f"{command} train.py".split())
+    assert told.status == 0, told
+    assert kinds_of(run_of(tmp_path))[0] is OutcomeKind.OK
+
 
 def test_the_answer_to_accelerate_launch_is_its_own_configuration(tmp_path: Path) -> None:
     place = tmp_path / "work"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dsat.errors import InvalidTrial
+from dsat.in_trial.adapters.trial import TRIAL
 from dsat.in_trial.batches import UNSEEN
 from dsat.in_trial.config_injection import SEVERAL_ENGINES
 from dsat.in_trial.measurement import STORE_NOT_USED_UP
@@ -117,6 +118,26 @@ def test_a_script_cannot_go_on_after_what_ends_the_trial(
     assert meter.reported == [found] == [meter.outcome]
     assert (found.kind, meter.steps) == (kind, 2)
     assert str(error)[:13].lower() in found.message.lower()
+
+
+@pytest.mark.parametrize("rows", [4, 12])
+def test_memory_that_runs_out_with_the_users_batch_says_nothing_about_the_trials(
+    clock: Clock, rows: int
+) -> None:
+    """A script with a batch size of its own may fit with the trial's."""
+    engine = FakeEngine(clock)
+
+    def fails(loss: torch.Tensor) -> torch.Tensor:
+        raise MemoryError
+
+    engine.backward = fails  # type: ignore[method-assign]
+    meter = attach(engine, own_micro_batch=12)
+    with pytest.raises(MemoryError) as caught:
+        engine.backward(engine.forward(torch.zeros(rows, 3)))
+    assert TRIAL.meter is not None
+    expected = (OutcomeKind.OOM, None) if rows == 4 else (OutcomeKind.INVALID, 12)
+    for found in (meter.outcome, TRIAL.meter.describe(caught.value)):  # caught, and not
+        assert found is not None and (found.kind, found.fixed_batch) == expected
 
 
 def test_an_evaluation_that_runs_out_of_memory_is_the_scripts_own_affair(clock: Clock) -> None:

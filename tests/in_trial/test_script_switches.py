@@ -284,7 +284,7 @@ for own, automatic, batches, check in (
     for package in ("lightning.pytorch", "pytorch_lightning"):
         module = importlib.import_module(f"{package}.strategies.deepspeed")
         script = SimpleNamespace(automatic_optimization=automatic)
-        module.DeepSpeedStrategy().setup(
+        module.DeepSpeedStrategy({"gradient_accumulation_steps": 4} if own == 4 else None).setup(
             SimpleNamespace(
                 accumulate_grad_batches=own,
                 lightning_module=script,
@@ -299,7 +299,10 @@ train(make_engine())
 STRATEGY = """
 seen = []
 class DeepSpeedStrategy:
+    def __init__(self, config):
+        self.config = config
     def setup(self, trainer):
+        assert "gradient_accumulation_steps" not in (self.config or {})
         batches, check = trainer.limit_train_batches, trainer.val_check_interval
         seen.append([trainer.accumulate_grad_batches, batches, check])
 """

@@ -19,6 +19,7 @@ from testing.helpers import starts_of
 
 MICRO = "train_micro_batch_size_per_gpu"
 CONFIG = {MICRO: 1}
+FLAG = "--deepspeed_config"
 
 
 def run_of(folder: Path, *devices: str) -> Any:
@@ -162,6 +163,10 @@ def test_a_configuration_that_the_script_looks_up(
         (("ds.json",), {"seed": None}, None),
         (("ds.json",), {"optimizer": "auto"}, None),
         ((f"{'a' * 300}.json", "ds.json"), CONFIG, (f"{'a' * 300}.json", "/trial/ds.json")),
+        ((FLAG, "ds.json"), CONFIG, (FLAG, "/trial/ds.json")),
+        ((FLAG, "ds.json"), {MICRO: "auto", "lr": 1}, (FLAG, "/trial/ds.json")),
+        ((FLAG, "ds.json"), {MICRO: 2}, None),  # the script has set the batch that it passes
+        ((FLAG, "ds.json"), {"optimizer": {"type": "Adam"}}, None),
     ],
 )
 def test_an_argument_names_the_configuration_that_the_script_passes(
@@ -176,10 +181,11 @@ def test_an_argument_names_the_configuration_that_the_script_passes(
     (tmp_path / "train.py").touch()
     (tmp_path / "ds.json").write_text(json.dumps(file))
     command = ("train.py", *words)
-    [start] = starts_of(tmp_path, [{}], {**CONFIG, "steps_per_print": 10})
+    [start] = starts_of(tmp_path, [{}], {**CONFIG, "gradient_accumulation_steps": 1})
     start = replace(start, command=(start.command[0], *command))
     found = sources.read(Target(command=command)).complete_from_record(
         cast(Any, SimpleNamespace(ranks=lambda: [start], env={}))
     )
     assert found.program.use_config("/trial/ds.json", CONFIG, {}, {}).args == (changed or words)
     assert (found.program.config_path is None) is (changed is None)
+    assert found.experiment.base_config[MICRO] == CONFIG[MICRO]

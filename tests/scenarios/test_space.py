@@ -269,6 +269,20 @@ def test_the_flag_of_a_fixed_batch_follows_the_micro_batch(
     )
 
 
+def test_the_flag_of_a_fixed_batch_is_used_if_the_users_own_batch_does_not_fit(user: User) -> None:
+    """Otherwise the model would be said not to fit with any micro batch."""
+    fixed = Failure(
+        *("INVALID", {"batch_flag": ""}, "feeds 64 samples"), fixed_batch=64, batch_flag="--bs"
+    )
+    user.world = World(failures=(Failure("OOM", {"kind": "baseline"}), fixed))
+    user.has({"train_micro_batch_size_per_gpu": 64})
+    told = user.tunes("--max-trials", 6, "--finals", 0)
+    assert told.status == 0, told.err
+    rows = [(row["kind"], row["outcome"]) for row in told.trials]
+    assert rows[:3] == [("baseline", "OOM"), ("profile", "INVALID"), ("profile", "OK")]
+    assert told.json["best"]
+
+
 def test_a_search_that_ends_before_it_could_use_a_flag_asks_for_more_trials(user: User) -> None:
     others = [size for size in range(1, 1024) if size != 4]
     where = {"micro_batch": others}

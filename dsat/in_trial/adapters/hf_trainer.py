@@ -7,6 +7,7 @@ evaluation, reports, uploads and saving. Written for transformers 4.46 to 5.23 a
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Mapping
@@ -148,6 +149,7 @@ def check_arguments(call: Call) -> Any:
 
 def check_plugin(call: Call) -> Any:
     """Use the trial's configuration in accelerate's DeepSpeed plugin."""
+    importlib.import_module("deepspeed")  # makes this process a rank
     settings, plugin = call.trial.trainer, call.owner
     if settings is None or settings.config_path is None or settings.trial is None:
         return call.proceed()
@@ -198,11 +200,12 @@ def prepare_backend(call: Call) -> tuple[Any, Any]:
     only one (accelerate/state.py: PartialState._prepare_backend).
     """
     backend, kind = call.proceed()
-    settings = call.trial.trainer
-    if settings is None or not settings.on_cpu or rank_and_size()[1] < 2:
-        return backend, kind
     kinds = type(kind)  # accelerate's `DistributedType`
     if not accelerate_env.uses_deepspeed(os.environ) or kind != kinds.NO:
+        return backend, kind
+    importlib.import_module("deepspeed")  # makes this process a rank
+    settings = call.trial.trainer
+    if settings is None or not settings.on_cpu or rank_and_size()[1] < 2:
         return backend, kind
     call.trial.warn(NO_CPU_RANKS)
     return "gloo", kinds.MULTI_CPU

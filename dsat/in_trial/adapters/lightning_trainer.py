@@ -22,8 +22,11 @@ def set_up(call: Call) -> Any:
     if trial.config is not None and trainer.lightning_module.automatic_optimization:
         gas = int(trial.config["gradient_accumulation_steps"])
         own, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, gas
-        if own != gas:
+        # Lightning refuses it in a file, which the strategy has read already.
+        in_file = (call.owner.config or {}).pop("gradient_accumulation_steps", None)
+        if in_file is not None or own != gas:
             trial.warn(OTHER_ACCUMULATION)
+        if own != gas:
             for name in _LIMITS:
                 if isinstance(limit := getattr(trainer, name), int):
                     trial.warn(OTHER_LIMITS)
