@@ -202,10 +202,8 @@ class BatchCounter:
         shortest, longest, most = maximum(own)
         if not longest:
             return None
-        parts = self._parts
-        return SequenceLengths(
-            round(-shortest) * parts, round(longest) * parts, round(most) or None
-        )
+        least, greatest = (round(length) * self._parts for length in (-shortest, longest))
+        return SequenceLengths(least, greatest, round(most) or None)
 
     def _find_carriers(self, shapes: Mapping[str, Shape]) -> dict[str, int]:
         fitting = {place: self._fitting(place, shape) for place, shape in shapes.items()}
@@ -214,10 +212,8 @@ class BatchCounter:
         # profile trial found the sample dimension of one of these tensors.
         is_known = self._known.keys() & shapes.keys()
         self._may_be_pairs = self._own == 2 * self._micro_batch and not is_known
-        for dimension in (0, 1):
-            carriers: dict[str, int] = {
-                p: dimension for p, found in fitting.items() if dimension in found
-            }
+        for dimension in range(2):
+            carriers = {p: dimension for p, found in fitting.items() if dimension in found}
             if carriers:  # in a batch of texts and images, count texts
                 texts = {p: d for p, d in carriers.items() if _name(p) == "input_ids"}
                 return texts or carriers
