@@ -156,7 +156,8 @@ def test_reduce_scatter_is_off_where_deepspeed_refuses_it(
     tmp_path: Path, config: dict[str, Any], stage: int, refuses: bool
 ) -> None:
     user = user_of(tmp_path, **config)
-    told = user.tunes("--zero-stages", stage, "--search", "reduce_scatter", method="random")
+    options = ("--zero-stages", stage, "--search", "reduce_scatter", "--max-trials", 16)
+    told = user.tunes(*options, "--finals", 0, method="random")
     assert searched(told)["reduce_scatter"] == ({"False"} if refuses else {"True", "False"})
 
 
