@@ -40,8 +40,11 @@ def _run(argv: Sequence[str]) -> int:
         for number in FOR_DSAT:
             if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 signal.signal(number, interruption)
-        sys.unraisablehook = interruption.repeat_ignored
-        return commands.run(settings, line)
+        otherwise, sys.unraisablehook = sys.unraisablehook, interruption.repeat_ignored
+        try:
+            return commands.run(settings, line)
+        finally:
+            sys.unraisablehook = otherwise
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as error:

@@ -215,7 +215,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """Build the parser of all commands; it does not parse targets, which `split` removes.
 
     Args:
-        only: the only command that gets its options, which is faster; None for all commands.
+        only: the only command to parse, which is faster; any other name for all commands.
     """
     parser = argparse.ArgumentParser(
         prog="dsat",
@@ -230,11 +230,12 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     read_only = {name: settings.summary for name, settings in READ_ONLY.items()}
     listed = {**TUNES, **predicts, **read_only}
     methods = {name: search.summary for name, search in SEARCHES.items()}
-    for name, summary in {**listed, **methods}.items():
+    summaries = {**listed, **methods}
+    for name in [only] if only in summaries else summaries:
+        summary = summaries[name]
         shown: dict[str, Any] = {"help": summary} if name in listed else {}
         command = commands.add_parser(name, description=summary, allow_abbrev=False, **shown)
-        if only in (None, name):
-            _add_arguments(command, name)
+        _add_arguments(command, name)
     return parser
 
 

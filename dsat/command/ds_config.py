@@ -141,13 +141,24 @@ def whole_number(value: Any, where: str, *, least: int = 1) -> int:
 
 def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Merge `overrides` into a copy of `base`: mappings key by key, other values replaced."""
-    merged = copy.deepcopy(dict(base))
-    for key, value in overrides.items():
-        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
-            merged[key] = merge(merged[key], value)
+    merged = {}
+    for key, value in {**base, **overrides}.items():
+        own = base.get(key)
+        if key in overrides and isinstance(value, Mapping) and isinstance(own, Mapping):
+            merged[key] = merge(own, value)
         else:
-            merged[key] = copy.deepcopy(value)
+            merged[key] = _copy(value)
     return merged
+
+
+def _copy(value: Any) -> Any:
+    """Copy a value; of JSON values this is several times as fast as `copy.deepcopy`."""
+    if isinstance(value, dict):
+        return {key: _copy(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_copy(inner) for inner in value]
+    is_plain = value is None or isinstance(value, (str, int, float))
+    return value if is_plain else copy.deepcopy(value)
 
 
 def fill_in_auto(config: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:

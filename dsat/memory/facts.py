@@ -9,7 +9,7 @@ from typing import Any
 from dsat.command import ds_config
 from dsat.values import parallelism
 from dsat.values.outcome import ModelProfile
-from dsat.values.parallelism import Parallelism
+from dsat.values.parallelism import DATA_ONLY, Parallelism
 from dsat.values.zero_strategy import NONE, Strategy, of_config
 
 TYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
@@ -85,6 +85,8 @@ class ModelFacts:
 
     def divided(self, shared: Parallelism) -> ModelFacts:
         """Return one slot's share under tensor and sequence parallelism."""
+        if shared == DATA_ONLY:
+            return self
 
         def of_slot(size: int) -> int:
             kept = min(size, self.kept_params)  # if parts are frozen, at most

@@ -14,14 +14,19 @@ _EXTRA = "deepspeed"  # torch and DeepSpeed are optional: users install their ow
 TRAINING = ("torch", "deepspeed")
 
 
-def requirements() -> list[Requirement]:
+def requirements() -> tuple[Requirement, ...]:
     """Return the packages that trials need; without metadata only torch and DeepSpeed."""
     try:
         named = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:  # dsat runs from its source
         named = list(TRAINING)
+    return _parse(tuple(named))
+
+
+@functools.cache
+def _parse(named: tuple[str, ...]) -> tuple[Requirement, ...]:
     required = map(Requirement, named)
-    return [r for r in required if r.marker is None or r.marker.evaluate({"extra": _EXTRA})]
+    return tuple(r for r in required if r.marker is None or r.marker.evaluate({"extra": _EXTRA}))
 
 
 @functools.cache

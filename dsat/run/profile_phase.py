@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from dsat.run import strategies
@@ -11,6 +12,7 @@ from dsat.run.trial_factory import make_trial
 from dsat.space.plan import Plan
 from dsat.space.space import Space
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
+from dsat.values.parallelism import Parallelism
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from dsat.values.zero_strategy import NVME, Strategy, of_config
 
@@ -35,14 +37,22 @@ class ProfilePhase:
         self.failure: str | None = None
         self._keeps_micro_batch = False  # in the search; see `strategies.keeps_micro_batch`
         self._plan, self._run = plan, run
-        self._ladder = list(strategies.rungs(plan))  # strategies that were not tried yet
         self._is_on_ladder = False
-        self._divisions = strategies.divisions(plan)  # tried one by one if no rung fits
         self._last_error: str | None = None  # of the last trial; None unless it was an ERROR
         self._tried: set[int] = set()  # micro batches that failed in this strategy
         # Replacements for the user's strategy, which DeepSpeed refused or which did not fit.
         self._strategies: list[Strategy] = []
         self._next_micro_batch: int | None = None  # of the next profile trial
+
+    @cached_property
+    def _ladder(self) -> list[Strategy]:
+        """The strategies that were not tried yet."""
+        return list(strategies.rungs(self._plan))
+
+    @cached_property
+    def _divisions(self) -> list[Parallelism]:
+        """The parallelisms, which are tried one by one if no rung fits."""
+        return strategies.divisions(self._plan)
 
     @property
     def over(self) -> bool:

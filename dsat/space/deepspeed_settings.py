@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ class Setting:
     divides_slots: bool = False
     is_later: bool = False
 
-    @property
+    @functools.cached_property
     def path(self) -> str:
         """Dotted path from the top of a configuration."""
         is_top = self.key.partition(".")[0] in (*TOP_SECTIONS, *TOP_LEVEL)

@@ -19,6 +19,7 @@ from typing import Any, TypeVar, Union
 from dsat.values.text import printable
 
 T = TypeVar("T")
+_PLAIN = (str, int, float, bool)  # values that are JSON already
 _hints = functools.cache(typing.get_type_hints)
 
 
@@ -49,6 +50,8 @@ class Recorded:
 
 def encode(value: Any) -> Any:
     """Return a value as JSON: dataclasses become objects, tuples become lists."""
+    if value is None or type(value) in _PLAIN:
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: encode(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, enum.Enum):
@@ -72,7 +75,7 @@ def decode(kind: Any, data: Any, where: str = "") -> Any:
     Raises:
         DecodeError: the data are not of this type, or hold NaN or infinity.
     """
-    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    origin, inner = _parts(kind)
     if origin in (Union, types.UnionType):
         (kind,) = set(inner) - {types.NoneType}
         return None if data is None else decode(kind, data, where)
@@ -94,6 +97,11 @@ def decode(kind: Any, data: Any, where: str = "") -> Any:
             raise DecodeError(where, f"must be one of {', '.join(known)}, not {data!r}")
         return known[data]
     return _checked(kind, data, where)
+
+
+@functools.cache
+def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    return typing.get_origin(kind), typing.get_args(kind)
 
 
 _NAMES = {

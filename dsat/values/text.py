@@ -115,6 +115,7 @@ def printable(text: str, most: int = MOST_OF_A_LINE) -> str:
     return f"{first[:half]}{note}{last[-half:]}"
 
 
+@functools.lru_cache(maxsize=1024)  # views show the same settings in many places
 def is_secret(name: str, value: str = "") -> bool:
     """Return whether the name of a flag, variable or key denotes a secret.
 
@@ -161,7 +162,12 @@ def hide_secrets(text: str) -> str:
 
     The secrets of this process's command and environment are hidden wherever they occur.
     """
-    for secret in _known_secrets(tuple(sys.argv), len(os.environ)):
+    return _hide_secrets(text, _known_secrets(tuple(sys.argv), len(os.environ)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _hide_secrets(text: str, known: tuple[str, ...]) -> str:
+    for secret in known:
         text = text.replace(secret, HIDDEN)
     for pattern in _SHOWN_SECRETS:
         text = pattern.sub((r"\1" if pattern.groups else "") + HIDDEN, text)

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from dsat.cli import main
 from dsat.determined_cluster.select_master import auth_file, choose
 from dsat.determined_cluster.submit import select_place
 from dsat.engines.places import PROVIDERS
 from dsat.tuning.settings import Settings
-from testing.local import PROGRAMS
+from testing.scenarios import User
 
 FAR = "http://gpus.example.com:8080"
 NEAR = "http://localhost:8080"
@@ -102,13 +101,12 @@ def test_an_experiment_says_why_it_is_not_tuned_on_a_cluster(
     options: list[str],
     said: str | None,
     auth: Path,
-    capsys: pytest.CaptureFixture[str],
+    user: User,
 ) -> None:
     masters = {each: {"active_user": "eve", "tokens": {"eve": "t"}} for each in logins}
     auth.write_text(json.dumps({"version": 2, "masters": masters}))
-    program = PROGRAMS / "pretend"
-    words = ["tune", str(program / "deepspeed.yaml"), str(program), "--dry-run", *options]
-    assert main.main([*words, "--devices", "1"]) == 0
-    first, *_ = capsys.readouterr().err.splitlines() or [""]
+    told = user.types("tune", "deepspeed.yaml", ".", "--dry-run", *options)
+    assert told.status == 0, told.err
+    first, *_ = told.err.splitlines() or [""]
     prefix = "tuning without a Determined cluster: "
     assert first.startswith(prefix) is (said is not None) and (said or "") in first

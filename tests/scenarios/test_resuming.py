@@ -175,10 +175,13 @@ def test_a_run_goes_on_with_more_trials(user: User, method: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize(
-    ("budget", "done", "finals"),
-    [("--max-trials 60 --finals 0", 55, 0), ("--max-trials 8", 5, None)],
+    ("budget", "done", "finals", "trains"),
+    [
+        ("--max-trials 60 --finals 0", 55, 0, False),
+        ("--max-trials 8", 5, None, False),
+        ("--max-trials 8", 5, None, True),
+    ],
 )
 def test_a_resumed_run_keeps_its_own_numbers_of_trials_and_finals(
     user: User, budget: str, done: int, finals: int | None, trains: bool

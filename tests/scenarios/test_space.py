@@ -156,7 +156,8 @@ def test_reduce_scatter_is_off_where_deepspeed_refuses_it(
     tmp_path: Path, config: dict[str, Any], stage: int, refuses: bool
 ) -> None:
     user = user_of(tmp_path, **config)
-    told = user.tunes("--zero-stages", stage, "--search", "reduce_scatter", method="random")
+    options = ("--zero-stages", stage, "--search", "reduce_scatter", "--max-trials", 16)
+    told = user.tunes(*options, "--finals", 0, method="random")
     assert searched(told)["reduce_scatter"] == ({"False"} if refuses else {"True", "False"})
 
 
@@ -220,16 +221,32 @@ def test_listed_values_of_a_switch_are_the_only_ones(tmp_path: Path) -> None:
     assert {"8"} <= searched(told)["--batch-size"] <= {"4", "8"}
 
 
+OTHERS = [size for size in range(1, 1024) if size != 4]
+FIXED = Failure("INVALID", {"micro_batch": OTHERS}, "feeds 4 samples", fixed_batch=4)
+
+
+def tuned_from_4(user: User, *failures: Failure, trials: int, finals: int, method: str) -> Told:
+    """Tune a script whose configuration has micro batch 4."""
+    user.world = World(failures=failures)
+    user.has({"train_micro_batch_size_per_gpu": 4})
+    told = user.tunes("--max-trials", trials, "--finals", finals, method=method)
+    assert told.status == 0, told.err
+    return told
+
+
+def ended_trials(user: User) -> list[tuple[dict[str, Any], str]]:
+    """Return the trials in the order of their ends, each with the kind of its outcome."""
+    events = user.events()
+    trials = {e["trial"]["id"]: e["trial"] for e in events if e["event"] == "proposed"}
+    ended = [e for e in events if e["event"] == "finished"]
+    return [(trials[e["trial_id"]], e["outcome"]["kind"]) for e in ended]
+
+
 @pytest.mark.parametrize("method", EACH_METHOD)
 def test_a_script_that_feeds_a_fixed_batch_is_asked_for_another_once(
     user: User, method: str
 ) -> None:
-    others = [size for size in range(1, 1024) if size != 4]
-    fixed = Failure("INVALID", {"micro_batch": others}, "feeds 4 samples", fixed_batch=4)
-    user.world = World(failures=(fixed,))
-    user.has({"train_micro_batch_size_per_gpu": 4})
-    told = user.tunes("--max-trials", 10, "--finals", 0, method=method)
-    assert told.status == 0, told.err
+    told = tuned_from_4(user, FIXED, trials=10, finals=0, method=method)
     sizes = [row["train_micro_batch_size_per_gpu"] for row in told.trials]
     assert len([size for size in sizes if size != 4]) <= 1 and len(sizes) > 3
     assert any(line.startswith("Micro batch: not searched") for line in told.json["verdict"])
@@ -240,24 +257,12 @@ def test_a_script_that_feeds_a_fixed_batch_is_asked_for_another_once(
 def test_the_flag_of_a_fixed_batch_follows_the_micro_batch(
     user: User, method: str, refusal: str
 ) -> None:
-    others = [size for size in range(1, 1024) if size != 4]
-    fixed = Failure(
-        *("INVALID", {"micro_batch": others}, "feeds 4 samples"),
-        fixed_batch=4,
-        batch_flag="--batch-size",
-    )
-    again = replace(fixed, batch_flag="", message=refusal)
-    if "constant" in refusal:
-        again = replace(again, fixed_batch=None)
-    user.world = World(failures=(fixed, again) if refusal else (fixed,))
-    user.has({"train_micro_batch_size_per_gpu": 4})
-    told = user.tunes("--max-trials", 10, "--finals", 2, method=method)
-    assert told.status == 0, told.err
-    trials = {e["trial"]["id"]: e["trial"] for e in user.events() if e["event"] == "proposed"}
-    ended = [e for e in user.events() if e["event"] == "finished"]
-    kinds = [(trials[e["trial_id"]], e["outcome"]["kind"]) for e in ended]
-    failed = [trial["batch_flag"] for trial, kind in kinds if kind == "INVALID"]
-    sizes = {trial["batch"]["micro_batch"] for trial, kind in kinds if kind == "OK"}
+    again = replace(FIXED, message=refusal, fixed_batch=None if "constant" in refusal else 4)
+    failures = (replace(FIXED, batch_flag="--batch-size"), *([again] if refusal else []))
+    told = tuned_from_4(user, *failures, trials=10, finals=2, method=method)
+    ended = ended_trials(user)
+    failed = [trial["batch_flag"] for trial, kind in ended if kind == "INVALID"]
+    sizes = {trial["batch"]["micro_batch"] for trial, kind in ended if kind == "OK"}
     assert failed == (["", "--batch-size"] if refusal else [""])
     assert sizes == {4} if refusal else sizes > {4}
     size = user.best_config()["train_micro_batch_size_per_gpu"]
@@ -284,12 +289,8 @@ def test_the_flag_of_a_fixed_batch_is_used_if_the_users_own_batch_does_not_fit(u
 
 
 def test_a_search_that_ends_before_it_could_use_a_flag_asks_for_more_trials(user: User) -> None:
-    others = [size for size in range(1, 1024) if size != 4]
-    where = {"micro_batch": others}
-    fixed = Failure("INVALID", where, "feeds 4 samples", fixed_batch=4, batch_flag="--bs")
-    user.world = World(failures=(fixed,))
-    user.has({"train_micro_batch_size_per_gpu": 4})
-    told = user.tunes("--max-trials", 2, "--finals", 0, method="random")
+    fixed = replace(FIXED, batch_flag="--bs")
+    told = tuned_from_4(user, fixed, trials=2, finals=0, method="random")
     [said] = [line for line in told.json["verdict"] if "did not run" in line]
     assert said.endswith("set --bs: allow more trials (--max-trials)"), said
 
@@ -297,52 +298,33 @@ def test_a_search_that_ends_before_it_could_use_a_flag_asks_for_more_trials(user
 @pytest.mark.parametrize("method", EACH_METHOD)
 def test_another_flag_is_tried_after_one_that_changes_nothing(user: User, method: str) -> None:
     """A flag with another value than the batch no longer hides the right flag."""
-    others = [size for size in range(1, 1024) if size != 4]
     flags = ("", "--pool-batch", "--batch-size")
-    user.world = World(
-        failures=tuple(
-            Failure(
-                *("INVALID", {"micro_batch": others, "batch_flag": flag}, f"{flag} feeds 4"),
-                fixed_batch=4,
-                batch_flag=another,
-            )
-            for flag, another in itertools.pairwise(flags)
-        )
-    )
-    user.has({"train_micro_batch_size_per_gpu": 4})
-    told = user.tunes("--max-trials", 10, "--finals", 2, method=method)
-    assert told.status == 0, told.err
-    trials = {e["trial"]["id"]: e["trial"] for e in user.events() if e["event"] == "proposed"}
-    ended = [e for e in user.events() if e["event"] == "finished"]
-    ran = [e["trial_id"] for e in ended if e["outcome"]["kind"] == "OK"]
-    assert [trials[e["trial_id"]]["batch_flag"] for e in ended[1:3]] == [*flags[:2]]
-    assert {trials[i]["batch_flag"] for i in ran[1:]} == {flags[2]}
-    assert len({trials[i]["batch"]["micro_batch"] for i in ran}) > 1
+    failures = [
+        replace(FIXED, where={"micro_batch": OTHERS, "batch_flag": flag}, batch_flag=another)
+        for flag, another in itertools.pairwise(flags)
+    ]
+    told = tuned_from_4(user, *failures, trials=10, finals=2, method=method)
+    ended = ended_trials(user)
+    ran = [trial for trial, kind in ended if kind == "OK"]
+    assert [trial["batch_flag"] for trial, _ in ended[1:3]] == [*flags[:2]]
+    assert {trial["batch_flag"] for trial in ran[1:]} == {flags[2]}
+    assert len({trial["batch"]["micro_batch"] for trial in ran}) > 1
     assert not [line for line in told.json["verdict"] if line.startswith("Micro batch: not")]
 
 
 @pytest.mark.parametrize("method", EACH_METHOD)
 def test_a_flag_that_the_script_does_not_know_is_withdrawn(user: User, method: str) -> None:
-    others = [size for size in range(1, 1024) if size != 4]
     flag = "--batch-size"
     unknown = f"rank 0: train.py: error: unrecognized arguments: {flag} 16"
-    user.world = World(
-        failures=(
-            Failure(
-                *("INVALID", {"micro_batch": others, "batch_flag": ""}, "feeds 4 samples"),
-                fixed_batch=4,
-                batch_flag=flag,
-            ),
-            Failure("ERROR", {"batch_flag": flag}, unknown),
-        )
+    where = {"micro_batch": OTHERS, "batch_flag": ""}
+    failures = (
+        replace(FIXED, where=where, batch_flag=flag),
+        Failure("ERROR", {"batch_flag": flag}, unknown),
     )
-    user.has({"train_micro_batch_size_per_gpu": 4})
-    told = user.tunes("--max-trials", 10, "--finals", 2, method=method)
-    assert told.status == 0, told.err
-    trials = {e["trial"]["id"]: e["trial"] for e in user.events() if e["event"] == "proposed"}
-    ended = [e for e in user.events() if e["event"] == "finished"]
-    ran = [trials[e["trial_id"]] for e in ended if e["outcome"]["kind"] == "OK"]
-    assert [trials[e["trial_id"]]["batch_flag"] for e in ended].count(flag) == 1
+    told = tuned_from_4(user, *failures, trials=10, finals=2, method=method)
+    ended = ended_trials(user)
+    ran = [trial for trial, kind in ended if kind == "OK"]
+    assert [trial["batch_flag"] for trial, _ in ended].count(flag) == 1
     assert len(ran) > 1 and {trial["batch"]["micro_batch"] for trial in ran} == {4}
     assert f"note: trials no longer set {flag} to their micro batch" in told.err
     assert any(unknown in line for line in told.json["verdict"]), told.json["verdict"]
@@ -367,16 +349,8 @@ def test_the_flag_of_the_accumulation_follows_it(user: User, method: str, is_kno
     assert needs is is_known
 
 
-def failures_with_other_batches(*, with_flag: bool) -> World:
-    """Return a world with a script that compares a flag with its configuration.
-
-    Args:
-        with_flag: the script fails whatever the flag is.
-    """
-    others = [size for size in range(1, 1024) if size != 4]
-    unchanged = Failure("ERROR", {"micro_batch": others}, "mismatch", batch_flag="--batch-size")
-    with_it = (replace(unchanged, batch_flag=""),) if with_flag else ()
-    return World(failures=(unchanged, *with_it))
+# Of a script that compares a flag with its configuration.
+MISMATCH = Failure("ERROR", {"micro_batch": OTHERS}, "mismatch", batch_flag="--batch-size")
 
 
 @pytest.mark.parametrize("with_flag", [False, True])
@@ -384,34 +358,26 @@ def failures_with_other_batches(*, with_flag: bool) -> World:
 def test_the_flag_that_kept_its_value_in_an_error_is_tried_once(
     user: User, method: str, with_flag: bool
 ) -> None:
-    user.world = failures_with_other_batches(with_flag=with_flag)
-    user.has({"train_micro_batch_size_per_gpu": 4})
-    told = user.tunes("--max-trials", 10, "--finals", 0, method=method)
-    assert told.status == 0, told.err
-    trials = [e["trial"] for e in user.events() if e["event"] == "proposed"]
-    sizes = {trial["id"]: trial["batch"]["micro_batch"] for trial in trials}
-    kinds = {e["trial_id"]: e["outcome"]["kind"] for e in user.events() if "outcome" in e}
-    with_it = [t["id"] for t in trials if t["batch_flag"] and sizes[t["id"]] != 4]
+    with_it = [replace(MISMATCH, batch_flag="")] if with_flag else []
+    tuned_from_4(user, MISMATCH, *with_it, trials=10, finals=0, method=method)
+    others = [
+        (trial, kind) for trial, kind in ended_trials(user) if trial["batch"]["micro_batch"] != 4
+    ]
+    kinds = [kind for trial, kind in others if trial["batch_flag"]]
     if with_flag:
-        assert len(with_it) == 1
+        assert len(kinds) == 1
     else:
-        assert with_it and {kinds[i] for i in with_it} == {"OK"}
-        assert [kinds[i] for i, size in sizes.items() if size != 4].count("ERROR") == 1
+        assert {*kinds} == {"OK"}
+        assert [kind for _, kind in others].count("ERROR") == 1
 
 
 def test_a_flag_that_no_trial_has_tried_is_named(user: User) -> None:
-    user.world = failures_with_other_batches(with_flag=False)
-    user.has({"train_micro_batch_size_per_gpu": 4})
-    told = user.tunes("--max-trials", 2, "--finals", 0)
+    told = tuned_from_4(user, MISMATCH, trials=2, finals=0, method="model")
     [advice] = [line for line in told.json["verdict"] if line.startswith("Micro batch: ")]
     assert "train_micro_batch_size_per_gpu=--batch-size" in advice
 
 
 def test_no_flag_is_guessed_where_other_batches_run_without(user: User) -> None:
     failure = Failure("ERROR", {"trial": 3}, "crashed", batch_flag="--batch-size")
-    user.world = World(failures=(failure,))
-    user.has({"train_micro_batch_size_per_gpu": 4})
-    told = user.tunes("--max-trials", 8, "--finals", 0)
-    assert told.status == 0, told.err
-    trials = [e["trial"] for e in user.events() if e["event"] == "proposed"]
-    assert {trial["batch_flag"] for trial in trials} == {""}
+    tuned_from_4(user, failure, trials=8, finals=0, method="model")
+    assert {trial["batch_flag"] for trial, _ in ended_trials(user)} == {""}
