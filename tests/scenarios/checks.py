@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -84,3 +85,19 @@ def best_speed(
                 if metrics is not None:
                     found.append(float(getattr(metrics, metric)))
     return min(found) if metric in ("latency", "forward", "backward", "step") else max(found)
+
+
+def check_complete(user: User, told: Told, trials: int) -> None:
+    """Check that a run reached its end, and that every trial was measured exactly once."""
+    check_result(user, told)
+    assert len(told.trials) <= trials
+    assert all(row["outcome"] for row in told.trials)
+    begun: Counter[int] = Counter()
+    ended: Counter[int] = Counter()
+    for event in user.events():
+        if event["event"] == "proposed":
+            begun[event["trial"]["id"]] += 1
+        elif event["event"] == "finished":
+            ended[event["trial_id"]] += 1
+    assert begun == ended and set(begun.values()) == {1}
+    assert user.true_speed(user.best_config()) > 0.9 * best_speed(user.world)

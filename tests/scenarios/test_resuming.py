@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import signal
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,28 +17,8 @@ from dsat.cli.parser import parse
 from dsat.tuning.settings import Settings
 from testing.command import run_of
 from testing.scenarios import Harm, User
-from testing.started import Told
 from testing.world import Failure, World
-from tests.scenarios.checks import EACH_METHOD, best_speed, check_result, configuration, of_kind
-
-JOURNALS = Path(__file__).parent / "journals"
-
-
-def check_complete(user: User, told: Told, trials: int) -> None:
-    """Check that a run reached its end, and that every trial was measured exactly once."""
-    check_result(user, told)
-    assert len(told.trials) <= trials
-    assert all(row["outcome"] for row in told.trials)
-    begun: Counter[int] = Counter()
-    ended: Counter[int] = Counter()
-    for event in user.events():
-        if event["event"] == "proposed":
-            begun[event["trial"]["id"]] += 1
-        elif event["event"] == "finished":
-            ended[event["trial_id"]] += 1
-    assert begun == ended and set(begun.values()) == {1}
-    assert user.true_speed(user.best_config()) > 0.9 * best_speed(user.world)
-
+from tests.scenarios.checks import EACH_METHOD, check_complete, check_result, configuration, of_kind
 
 # -- cut off
 
@@ -390,51 +369,7 @@ def test_results_of_an_older_script_are_not_those_of_the_newer(
     assert user.best_config()
 
 
-# -- journals of earlier versions
-
-
-def last_release(folder: Path) -> User:
-    """Return a user with a run that the last release made in this same world."""
-    user = User(folder, World(at_once=2))
-    shutil.copytree(JOURNALS / "last_release", folder, dirs_exist_ok=True)
-    return user
-
-
-@pytest.mark.parametrize("events", [5, 12, 21, 1000])
-def test_a_run_of_the_last_release_is_resumed(tmp_path: Path, events: int) -> None:
-    user = last_release(tmp_path)
-    recorded = user.events()
-    user.cut(events)
-    told = user.tunes("--max-trials", 12, "--resume", method="asha")
-    check_complete(user, told, 12)
-    assert user.events()[: min(events, len(recorded))] == recorded[:events]
-    more = user.tunes("--max-trials", 16, "--resume", method="asha")
-    check_complete(user, more, 16)
-    assert len(more.trials) > len(told.trials)
-
-
-def test_fields_of_a_later_version_are_ignored(tmp_path: Path) -> None:
-    user = last_release(tmp_path)
-    plain = user.types("show", "run", "--json")
-    path = tmp_path / "run" / "journal.jsonl"
-    later = [{**event, "later": 1} for event in user.events()]
-    for event in later:
-        for key in event.keys() & {"plan", "trial", "outcome"}:
-            event[key] = {**event[key], "later": {"a": 1}}
-    later.insert(9, {"event": "from the future", "elapsed_s": 0.0})
-    path.write_text("".join(f"{json.dumps(event)}\n" for event in later), encoding="utf-8")
-    shown = user.types("show", "run", "--json")
-    assert shown.status == 0 and shown.json["trials"] == plain.json["trials"]
-
-
-@pytest.mark.parametrize("name", ["before_smaller_may_run", "of_last_version"])
-def test_an_older_journal_is_shown(tmp_path: Path, name: str) -> None:
-    """The first lacks `Outcome.smaller_may_run`, `Trial.strategy` and half of `Plan`."""
-    (tmp_path / "run").mkdir()
-    shutil.copy(JOURNALS / f"{name}.jsonl", tmp_path / "run" / "journal.jsonl")
-    shown = User(tmp_path).types("show", "run", "--json", "--trials")
-    assert shown.status == 0, shown.err
-    assert len(shown.json) == 12 and sum(row["outcome"] == "OK" for row in shown.json) > 3
+# -- failures
 
 
 def test_interruptions_do_not_enlarge_the_budget_of_a_run_with_failures(user: User) -> None:
