@@ -10,7 +10,7 @@ from dsat.command import ds_config
 from dsat.values import parallelism
 from dsat.values.outcome import ModelProfile
 from dsat.values.parallelism import Parallelism
-from dsat.values.zero_strategy import NONE, Strategy, of_config
+from dsat.values.zero_strategy import CPU, NONE, Strategy, of_config
 
 TYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
@@ -110,6 +110,7 @@ class Setup:
         bucket, sub_group, live, prefetch: numbers of elements.
         buckets: number of gradient buckets.
         hpz: slots that share a secondary copy of the parameters; at most 1 if there is none.
+        ratio: fraction of sub-groups whose optimizer state is offloaded, in stage 3.
     """
 
     facts: ModelFacts
@@ -125,6 +126,7 @@ class Setup:
     live: int
     prefetch: int
     hpz: int
+    ratio: float
     torch_adam: bool
     strategy: Strategy
 
@@ -153,6 +155,7 @@ class Setup:
             live=_size(zero, "stage3_max_live_parameters", 10**9),
             prefetch=_size(zero, "stage3_prefetch_bucket_size", 5 * 10**7),
             hpz=_size(zero, "zero_hpz_partition_size", 1),
+            ratio=_ratio(zero.get("offload_optimizer")),
             torch_adam=bool(optimizer.get("torch_adam", False)),
             strategy=of_config(config),
         )
@@ -172,6 +175,28 @@ class Setup:
     @property
     def shard(self) -> float:
         return self.facts.trainable_params / self.slots
+
+    @property
+    def groups(self) -> list[float]:
+        """Elements of each of the rank's sub-groups, in stage 3.
+
+        A sub-group ends with the parameter that fills it, so it exceeds the configured size by up
+        to the size of that parameter.
+        """
+        beyond = self.facts.usual_param / self.slots
+        mean = self.sub_group + beyond / 2
+        count = int(self.shard // mean) if mean else 0
+        groups = [self.sub_group + beyond * (n + 0.5) / count for n in range(count)]
+        rest = self.shard - sum(groups)
+        return [*groups, rest] if rest > 0 else groups
+
+    @property
+    def kept_groups(self) -> list[float]:
+        """The first of `groups`, whose optimizer state a partial offload leaves on the device."""
+        if self.strategy.stage != 3 or self.strategy.offload_optimizer != CPU:
+            return []
+        groups = self.groups
+        return groups[: int((1 - self.ratio) * len(groups))]  # as in runtime/zero/stage3.py
 
     @property
     def secondary_bytes(self) -> float:
@@ -197,6 +222,12 @@ def _size(section: Mapping[str, Any], key: str, default: int) -> int:
     """Return a setting, or the default if it is missing or not a number, such as "auto"."""
     value = section.get(key)
     return int(value) if isinstance(value, (int, float)) else default
+
+
+def _ratio(offload: Any) -> float:
+    """Return the `ratio` of an `offload_optimizer` section; 1, the default, if it has none."""
+    ratio = offload.get("ratio") if isinstance(offload, Mapping) else None
+    return float(ratio) if isinstance(ratio, (int, float)) else 1.0
 
 
 def _low_precision_state(config: Mapping[str, Any]) -> tuple[bool, bool]:

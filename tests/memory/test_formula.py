@@ -55,6 +55,13 @@ _WITH_FEW_LIVE = {"stage3_max_live_parameters": 10**6, "stage3_max_reuse_distanc
         ),
         # It is gathered whole, whatever the limit: else the formula would be 8 % too low.
         pytest.param({**_WITH_FEW_LIVE, "reduce_bucket_size": 10**6}, 1, 0.02, id="parameter"),
+        # Optimizer state that stays on the device: else the formula would be a third too low.
+        pytest.param(
+            {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "sub_group_size": 10**6},
+            1,
+            0.06,
+            id="ratio",
+        ),
         # AutoTP divides linear layers alone: else the formula would be a quarter too low.
         pytest.param({"stage": 1}, 2, 0.06, id="with AutoTP"),
     ],
