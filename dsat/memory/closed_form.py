@@ -238,7 +238,7 @@ def _stage_3(s: Setup) -> _Parts:
         step = s.master_bytes * max(s.kept_groups, default=0.0)
         gradients = taken if largest <= s.bucket else reduced
         return _Parts(init, resident, live, 0, gradients, step, reduction, gather)
-    group = min(s.shard, s.sub_group)
+    group = min(s.shard, s.sub_groups.size)
     resident = own + (s.accumulation_bytes + s.state_bytes) * s.shard + bucket
     moments = 2 * s.moment_bytes * s.shard  # allocated in the first step
     init = max(resident - moments + moved, own + 2 * s.master_bytes * s.shard)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsat.command import ds_config
 from dsat.values import parallelism
@@ -99,6 +99,27 @@ class ModelFacts:
         )
 
 
+class SubGroups(NamedTuple):
+    """Settings of the sub-groups of stage 3, whose parameters are updated together.
+
+    Attributes:
+        size: elements of each.
+        ratio: fraction of them whose state is offloaded, if the optimizer is.
+    """
+
+    size: int
+    ratio: float
+
+    @classmethod
+    def of(cls, zero: Mapping[str, Any]) -> SubGroups:
+        """Read the `zero_optimization` section of a configuration."""
+        offload = zero.get("offload_optimizer")
+        ratio = offload.get("ratio") if isinstance(offload, Mapping) else None
+        return cls(
+            _size(zero, "sub_group_size", 10**9), ratio if isinstance(ratio, (int, float)) else 1.0
+        )
+
+
 @dataclass(frozen=True)
 class Setup:
     """Settings of a configuration on which memory depends.
@@ -107,10 +128,9 @@ class Setup:
         facts: one slot's share of the model.
         slots: size of ZeRO's group.
         accumulation_bytes, master_bytes, moment_bytes: bytes per element.
-        bucket, sub_group, live, prefetch: numbers of elements.
+        bucket, live, prefetch: numbers of elements.
         buckets: number of gradient buckets.
         hpz: slots that share a secondary copy of the parameters; at most 1 if there is none.
-        ratio: fraction of sub-groups whose optimizer state is offloaded, in stage 3.
     """
 
     facts: ModelFacts
@@ -122,11 +142,10 @@ class Setup:
     gas: int
     bucket: int
     buckets: int
-    sub_group: int
+    sub_groups: SubGroups
     live: int
     prefetch: int
     hpz: int
-    ratio: float
     torch_adam: bool
     strategy: Strategy
 
@@ -151,11 +170,10 @@ class Setup:
             # Defaults of zero/config.py.
             bucket=_size(zero, "reduce_bucket_size", 5 * 10**8),
             buckets=2 if zero.get("overlap_comm") is True else 1,
-            sub_group=_size(zero, "sub_group_size", 10**9),
+            sub_groups=SubGroups.of(zero),
             live=_size(zero, "stage3_max_live_parameters", 10**9),
             prefetch=_size(zero, "stage3_prefetch_bucket_size", 5 * 10**7),
             hpz=_size(zero, "zero_hpz_partition_size", 1),
-            ratio=_ratio(zero.get("offload_optimizer")),
             torch_adam=bool(optimizer.get("torch_adam", False)),
             strategy=of_config(config),
         )
@@ -184,9 +202,9 @@ class Setup:
         to the size of that parameter.
         """
         beyond = self.facts.usual_param / self.slots
-        mean = self.sub_group + beyond / 2
+        mean = self.sub_groups.size + beyond / 2
         count = int(self.shard // mean) if mean else 0
-        groups = [self.sub_group + beyond * (n + 0.5) / count for n in range(count)]
+        groups = [self.sub_groups.size + beyond * (n + 0.5) / count for n in range(count)]
         rest = self.shard - sum(groups)
         return [*groups, rest] if rest > 0 else groups
 
@@ -196,7 +214,9 @@ class Setup:
         if self.strategy.stage != 3 or self.strategy.offload_optimizer != CPU:
             return []
         groups = self.groups
-        return groups[: int((1 - self.ratio) * len(groups))]  # as in runtime/zero/stage3.py
+        return groups[
+            : int((1 - self.sub_groups.ratio) * len(groups))
+        ]  # as in runtime/zero/stage3.py
 
     @property
     def secondary_bytes(self) -> float:
@@ -222,12 +242,6 @@ def _size(section: Mapping[str, Any], key: str, default: int) -> int:
     """Return a setting, or the default if it is missing or not a number, such as "auto"."""
     value = section.get(key)
     return int(value) if isinstance(value, (int, float)) else default
-
-
-def _ratio(offload: Any) -> float:
-    """Return the `ratio` of an `offload_optimizer` section; 1, the default, if it has none."""
-    ratio = offload.get("ratio") if isinstance(offload, Mapping) else None
-    return float(ratio) if isinstance(ratio, (int, float)) else 1.0
 
 
 def _low_precision_state(config: Mapping[str, Any]) -> tuple[bool, bool]:
