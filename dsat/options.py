@@ -73,6 +73,7 @@ class Option:
         metavar: the placeholder of a value in `--help`; by default the kind's.
         choices: all allowed values, if they are few.
         many: whether it accepts several values.
+        once: whether a second, different value is an error; by default, the last value counts.
         goes_with, excludes: flag of an option that it requires, and flags of options that it
             excludes.
         shell_only: whether the Python API lacks it.
@@ -87,6 +88,7 @@ class Option:
     metavar: str | None = None
     choices: tuple[Any, ...] | None = None
     many: bool = False
+    once: bool = False
     goes_with: str = ""
     excludes: tuple[str, ...] = ()
     group: Group = Group.RUNNING

@@ -42,6 +42,7 @@ class FakeSimulationHost:
         fails: if set, every request fails with this message.
         fails_early: if set, the script itself fails with this message before the first request.
         sequence_length, model_takes: tokens of a sample, and the most that the model accepts.
+        is_quadratic: whether memory grows with the square of the length.
         optimizer: the configuration section for the optimizer that the script passes.
 
     Attributes:
@@ -57,12 +58,14 @@ class FakeSimulationHost:
         fails_early: str = "",
         sequence_length: int | None = None,
         model_takes: int = 0,
+        is_quadratic: bool = False,
         optimizer: Mapping[str, Any] | None = None,
     ) -> None:
         self._hello: dict[str, Any] = {
             "sizes": {name: getattr(facts, name) for name in SIZES},
             "sequence_length": sequence_length,
             "model_takes": model_takes,
+            "is_quadratic": is_quadratic,
             "optimizer": dict(optimizer or {}),
         }
         self._facts, self._answer = facts, answer

@@ -277,7 +277,7 @@ def _add(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
             attributes |= {
                 "type": _argparse_type(each),
                 "nargs": nargs,
-                "action": "extend" if each.many else "store",
+                "action": "extend" if each.many else _StoreOnce if each.once else "store",
                 "metavar": each.placeholder,
             }
         shown: dict[str, Any] = {"help": each.help_text}
@@ -286,6 +286,21 @@ def _add(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
         parser.add_argument(*each.flags, **{**attributes, **shown})
         if each.old:
             parser.add_argument(*each.old, **{**attributes, "help": argparse.SUPPRESS})
+
+
+class _StoreOnce(argparse.Action):
+    """Store the value of an option, and refuse a second, different one."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if getattr(namespace, self.dest, values) != values:
+            raise argparse.ArgumentError(self, "given twice; run the command once for each value")
+        setattr(namespace, self.dest, values)
 
 
 def _argparse_type(option: Option) -> Callable[[str], Any]:

@@ -22,7 +22,7 @@ class Line:
         saved: part of `host` that `"pin_memory": false` saves.
         largest: by memory of a device, the largest micro batch; 0 if none fits device and host.
         longest: by memory of a device, tokens of the longest sequence at micro batch 1; empty if
-            samples are not sequences.
+            samples are not sequences, or if memory grows with the square of their length.
     """
 
     strategy: Strategy

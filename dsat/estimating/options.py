@@ -87,6 +87,7 @@ class EstimateSettings(ModelSettings):
         "--fits",
         excludes=("--devices", "--slot-memory"),
         kind=CARDS,
+        once=True,
         shell_only=True,
         help="in place of the tables: does your own configuration fit these devices and their "
         "host, such as 8x80GiB, 8x80GiB/1TiB or 8xH100? exit status 0 if it does, 1 if not, 2 if "

@@ -200,11 +200,12 @@ class LineByLine:
             has_room = fits_host(host_bytes, self._settings.host_memory)
             most = model.largest(shape) if has_room else 0.0
             largest[size] = int(most)
-            if self._length is not None:
+            script = self._model.simulator.script
+            if self._length is not None and not script.is_quadratic:
                 # One sample may have all tokens of the largest micro batch, up to the model's
                 # maximum.
                 tokens = int(most * self._length)
-                longest[size] = min(tokens, self._model.simulator.script.model_takes or tokens)
+                longest[size] = min(tokens, script.model_takes or tokens)
         needed = needed_bytes(basis, config, slots)
         saved = host.saved_without_pinning(facts, config, slots=slots)
         return Line(strategy, slots, found, needed, host_bytes, saved, largest, longest)

@@ -231,11 +231,14 @@ def _stage_3(s: Setup) -> _Parts:
             reduction -= max(0, live - size * (largest + 2 * s.prefetch))
             if s.slots > 1:  # the whole gradient is freed before the norm of its part
                 reduction -= size * largest
-        resident = bucket + own
-        init = resident + moved
+        # Master weights, gradients and both moments that a partial offload leaves on the device.
+        kept = s.master_bytes * sum(s.kept_groups)
+        resident = bucket + own + 4 * kept
+        init = resident - 2 * kept + moved  # moments are allocated in the first step
+        step = s.master_bytes * max(s.kept_groups, default=0.0)
         gradients = taken if largest <= s.bucket else reduced
-        return _Parts(init, resident, live, 0, gradients, 0, reduction, gather)
-    group = min(s.shard, s.sub_group)
+        return _Parts(init, resident, live, 0, gradients, step, reduction, gather)
+    group = min(s.shard, s.sub_groups.size)
     resident = own + (s.accumulation_bytes + s.state_bytes) * s.shard + bucket
     moments = 2 * s.moment_bytes * s.shard  # allocated in the first step
     init = max(resident - moments + moved, own + 2 * s.master_bytes * s.shard)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsat.command import ds_config
 from dsat.values import parallelism
 from dsat.values.outcome import ModelProfile
 from dsat.values.parallelism import DATA_ONLY, Parallelism
-from dsat.values.zero_strategy import NONE, Strategy, of_config
+from dsat.values.zero_strategy import CPU, NONE, Strategy, of_config
 
 TYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
@@ -101,6 +101,27 @@ class ModelFacts:
         )
 
 
+class SubGroups(NamedTuple):
+    """Settings of the sub-groups of stage 3, whose parameters are updated together.
+
+    Attributes:
+        size: elements of each.
+        ratio: fraction of them whose state is offloaded, if the optimizer is.
+    """
+
+    size: int
+    ratio: float
+
+    @classmethod
+    def of(cls, zero: Mapping[str, Any]) -> SubGroups:
+        """Read the `zero_optimization` section of a configuration."""
+        offload = zero.get("offload_optimizer")
+        ratio = offload.get("ratio") if isinstance(offload, Mapping) else None
+        if not isinstance(ratio, (int, float)):
+            ratio = 1.0
+        return cls(_size(zero, "sub_group_size", 10**9), ratio)
+
+
 @dataclass(frozen=True)
 class Setup:
     """Settings of a configuration on which memory depends.
@@ -109,7 +130,7 @@ class Setup:
         facts: one slot's share of the model.
         slots: size of ZeRO's group.
         accumulation_bytes, master_bytes, moment_bytes: bytes per element.
-        bucket, sub_group, live, prefetch: numbers of elements.
+        bucket, live, prefetch: numbers of elements.
         buckets: number of gradient buckets.
         hpz: slots that share a secondary copy of the parameters; at most 1 if there is none.
     """
@@ -123,7 +144,7 @@ class Setup:
     gas: int
     bucket: int
     buckets: int
-    sub_group: int
+    sub_groups: SubGroups
     live: int
     prefetch: int
     hpz: int
@@ -151,7 +172,7 @@ class Setup:
             # Defaults of zero/config.py.
             bucket=_size(zero, "reduce_bucket_size", 5 * 10**8),
             buckets=2 if zero.get("overlap_comm") is True else 1,
-            sub_group=_size(zero, "sub_group_size", 10**9),
+            sub_groups=SubGroups.of(zero),
             live=_size(zero, "stage3_max_live_parameters", 10**9),
             prefetch=_size(zero, "stage3_prefetch_bucket_size", 5 * 10**7),
             hpz=_size(zero, "zero_hpz_partition_size", 1),
@@ -174,6 +195,31 @@ class Setup:
     @property
     def shard(self) -> float:
         return self.facts.trainable_params / self.slots
+
+    @property
+    def groups(self) -> list[float]:
+        """Elements of each of the rank's sub-groups, in stage 3.
+
+        A sub-group ends with the parameter that fills it, so it exceeds the configured size by up
+        to the size of that parameter.
+        """
+        beyond = self.facts.usual_param / self.slots
+        mean = self.sub_groups.size + beyond / 2
+        count = int(self.shard // mean) if mean else 0
+        groups = [self.sub_groups.size + beyond * (n + 0.5) / count for n in range(count)]
+        rest = self.shard - sum(groups)
+        return [*groups, rest] if rest > 0 else groups
+
+    @property
+    def kept_groups(self) -> list[float]:
+        """The first of `groups`, whose optimizer state a partial offload leaves on the device.
+
+        See `_create_fp32_partitions` in runtime/zero/stage3.py, 0.19.8.
+        """
+        if self.strategy.stage != 3 or self.strategy.offload_optimizer != CPU:
+            return []
+        groups = self.groups
+        return groups[: int((1 - self.sub_groups.ratio) * len(groups))]
 
     @property
     def secondary_bytes(self) -> float:

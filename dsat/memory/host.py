@@ -31,7 +31,7 @@ def training(facts: ModelFacts, config: Mapping[str, Any], *, slots: int) -> tup
         pinned = pinned_bytes(s.model_bytes * s.facts.num_params / s.slots)
         pinned += s.secondary_bytes
     if s.strategy.offload_optimizer == CPU:
-        pageable = (12 if s.strategy.stage == 3 else 8) * s.shard
+        pageable = (12 if s.strategy.stage == 3 else 8) * (s.shard - sum(s.kept_groups))
     if is_pinned(config):
         return pinned + sum(map(pinned_bytes, blocks)), pageable
     return pinned, pageable + sum(blocks)
@@ -111,11 +111,4 @@ def _of_optimizer(s: Setup) -> Iterator[float]:
         yield s.model_bytes * s.facts.largest_param
         return
     yield s.accumulation_bytes * s.shard
-    # Gradients of sub-groups. Each ends with the parameter that fills it, so it exceeds the
-    # configured size by up to the size of that parameter.
-    beyond = s.facts.usual_param / s.slots
-    mean = s.sub_group + beyond / 2
-    count = int(s.shard // mean) if mean else 0
-    groups = [s.sub_group + beyond * (n + 0.5) / count for n in range(count)]
-    yield from (4 * size for size in groups)
-    yield max(0.0, 4 * (s.shard - sum(groups)))
+    yield from (4 * size for size in s.groups[len(s.kept_groups) :])  # gradients

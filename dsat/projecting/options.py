@@ -39,6 +39,7 @@ class ProjectSettings(ModelSettings):
     to: tuple[int, str] = option(
         "--to",
         kind=CARDS_OF_KIND,
+        once=True,
         default="8xH100",
         help="number and model of the GPUs, such as 64xH100 or 8xA100-40GB",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,7 +114,8 @@ class Projection:
         """Return time, GPU-hours and, with a price, cost; None without tokens or sequences."""
         if self.tokens is None or self.sequence_length is None:
             return None
-        seconds = self.tokens / (row.samples_per_second * self.sequence_length)
+        steps = math.ceil(self.tokens / (row.global_batch * self.sequence_length))
+        seconds = steps * row.time.seconds
         low, high = row.spread
         hours = seconds / 3600 * row.slots
         values = {
@@ -231,6 +233,7 @@ def _training(shown: Projection, row: Row) -> list[str]:
     per_day, unit = next((u for u in _UNITS if training["days"] * u[0] >= 1), _UNITS[-1])
     days = (training["days"], *training["days_interval_90"])
     time, low, high = (_number(per_day * each) for each in days)
+    unit = unit.removesuffix("s") if time == "1" else unit
     cost = ""
     if "cost" in training:
         least, most = training["cost_interval_90"]

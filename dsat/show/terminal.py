@@ -262,6 +262,9 @@ def _caveats(views: Views) -> list[str]:
         },
         "They ran on different machines.": _recorded(views, "machine"),
         "They ran with different software.": _recorded(views, "software"),
+        "They ran different commands, or one command with different arguments.": {
+            plan.measured["program"] for plan in plans if "program" in plan.measured
+        },
         "They ran different scripts, or the script changed.": _recorded(views, "script_digest"),
         "Their trials had different numbers of devices.": {plan.slots_per_trial for plan in plans},
         "They started from different configurations.": {

@@ -149,6 +149,7 @@ class BorrowedModel:
         return ScriptFacts(
             sequence_length=length,
             model_takes=longest_of(model),
+            is_quadratic=is_quadratic(model),
             sizes={
                 **self._snapshot.sizes(),
                 "param_bytes": size,
@@ -247,6 +248,18 @@ def _sequence_length(batch: Any) -> int | None:
         if tensor.dim() == _TOKENS_DIM and tensor.dtype in (torch.int32, torch.int64):
             return int(tensor.shape[1])
     return None
+
+
+def is_quadratic(model: torch.nn.Module) -> bool:
+    """Return whether a transformers model stores values for pairs of tokens.
+
+    These are scores of eager attention, and biases by relative position, as in T5.
+    """
+    if any(name.endswith("relative_attention_bias") for name, _ in model.named_modules()):
+        return True
+    configs = (getattr(module, "config", None) for module in model.modules())
+    with_heads = (each for each in configs if getattr(each, "num_attention_heads", 0))
+    return getattr(next(with_heads, None), "_attn_implementation", None) == "eager"
 
 
 def _refuse_without_forward(*_: Any, **__: Any) -> None:

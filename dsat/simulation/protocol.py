@@ -66,6 +66,8 @@ class ScriptFacts(NamedTuple):
     Attributes:
         sequence_length: tokens per sample of its first batch; None if samples are other data.
         model_takes: positions of the model; 0 if it has none.
+        is_quadratic: whether attention stores a value for each pair of tokens, so that memory grows
+            with the square of the length.
         sizes: fields of `ModelFacts` that need no simulation: sizes of parameters,
             `uses_zero_init` and `hidden_size`.
         optimizer: an `optimizer` section that describes the optimizer passed to
@@ -74,6 +76,7 @@ class ScriptFacts(NamedTuple):
 
     sequence_length: int | None
     model_takes: int
+    is_quadratic: bool = False
     sizes: Mapping[str, Any] = {}
     optimizer: Mapping[str, Any] = {}
 

@@ -114,6 +114,15 @@ def test_one_sample_may_be_as_long_as_many_short_ones_together() -> None:
     learned = FakeSimulationHost(FACTS, by_formula(FACTS), sequence_length=512, model_takes=1024)
     assert {1024} == {t for line in answer_of(learned, BF16).lines for t in line.longest.values()}
     without = answer_of(FakeSimulationHost(FACTS, by_formula(FACTS)), BF16)
+    _has_no_longest(without)
+
+
+def test_the_longest_sequence_is_unknown_if_memory_grows_with_its_square() -> None:
+    host = FakeSimulationHost(FACTS, by_formula(FACTS), sequence_length=512, is_quadratic=True)
+    _has_no_longest(answer_of(host, BF16))
+
+
+def _has_no_longest(without: Estimate) -> None:
     assert not any(line.longest for line in without.lines) and "longest" not in str(without)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,13 @@ _WITH_FEW_LIVE = {"stage3_max_live_parameters": 10**6, "stage3_max_reuse_distanc
         ),
         # It is gathered whole, whatever the limit: else the formula would be 8 % too low.
         pytest.param({**_WITH_FEW_LIVE, "reduce_bucket_size": 10**6}, 1, 0.02, id="parameter"),
+        # Optimizer state that stays on the device: else the formula would be a third too low.
+        pytest.param(
+            {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "sub_group_size": 10**6},
+            1,
+            0.06,
+            id="ratio",
+        ),
         # AutoTP divides linear layers alone: else the formula would be a quarter too low.
         pytest.param({"stage": 1}, 2, 0.06, id="with AutoTP"),
     ],
@@ -81,3 +89,22 @@ def test_what_is_larger_than_its_limit_is_held_whole(
     assert not isinstance(simulated, str), simulated
     predicted = closed_form.estimate(facts, config, slots=2, micro_batch=1)
     assert predicted.backward == pytest.approx(simulated.backward, rel=tolerance)
+
+
+@pytest.mark.slow
+def test_autotp_divides_tied_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed compares the parts of the vocabulary over ranks, which a simulation lacks."""
+    pytest.importorskip("deepspeed.sequence.vocab_parallel_ops")
+    warm_command.use(warm_host.prefix(), monkeypatch.setattr)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 8_000}
+    text = json.dumps({**model, **sizes, "intermediate_size": 128, "tie_word_embeddings": True})
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    with simulate(EstimateSettings(model=str(tmp_path), seq_length=64)) as found:
+        facts = replace(found.simulator.facts(found.config), kept_params=0)
+        stage = {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}}
+        config = {**found.config, **stage}
+        [simulated] = found.simulator.estimates([Question(config, 1, 2)])
+    assert not isinstance(simulated, str), simulated
+    divided = closed_form.estimate(facts, config, slots=2, micro_batch=1)
+    assert divided.init == pytest.approx(simulated.init, rel=0.02)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dsat.memory import host
+from dsat.memory import closed_form, host
 from testing.simulation_host import facts_of
 
 GIB = 2**30
@@ -99,3 +99,21 @@ def test_what_is_on_the_host_counts_whatever_is_elsewhere(
     config = offloaded(3, device=optimizer)
     config["zero_optimization"]["offload_param"] = {"device": parameters}
     assert needed(config) == pytest.approx(bytes_each * FACTS.num_params, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "offloaded_part"), [(1.0, 1.0), (0.5, 0.6), (0.25, 0.4), (0.0, 0.0)]
+)
+def test_partial_offloading_keeps_the_first_sub_groups_on_the_device(
+    ratio: float, offloaded_part: float
+) -> None:
+    """Of 5 sub-groups, `int((1 - ratio) * 5)` stay, with 16 bytes per parameter."""
+    section = {"ratio": ratio, "pin_memory": False}
+    whole, partial = offloaded(3, pin_memory=False), offloaded(3, **section)
+    kept = (1 - offloaded_part) * FACTS.num_params
+    assert needed(whole) - needed(partial) == pytest.approx(16 * kept, rel=0.01, abs=GIB)
+    of_whole, of_partial = (
+        closed_form.estimate(FACTS, config, slots=1, micro_batch=1) for config in (whole, partial)
+    )
+    assert of_partial.forward - of_whole.forward == pytest.approx(16 * kept, rel=0.01)
+    assert of_partial.init - of_whole.init == pytest.approx(8 * kept, rel=0.01)

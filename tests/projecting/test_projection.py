@@ -29,6 +29,7 @@ NAMES = ("kernels", "communication", "copies")
             "take 1.67 minutes (1.52 to 1.83) on 10 GPUs: 0.278 GPU-hours, 0.0556 (0.0505 to",
         ),
         (5e5, None, "500,000 tokens take 5 seconds"),
+        (100, 1.0, "100 tokens take 1 second (0.909 to 1.1) on 10 GPUs: 0.00278 GPU-hours"),
     ],
 )
 def test_what_a_training_takes_has_three_digits_whatever_it_is(

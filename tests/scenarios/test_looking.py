@@ -319,7 +319,12 @@ def test_two_runs_side_by_side(copied: User) -> None:
     told = copied.types("compare", "train-1", "run", "--json").json
     values = {name: run["best_value"] for name, run in told["runs"].items()}
     assert values["run"] == pytest.approx(values["train-1"] / 1.25, rel=0.1)
-    assert copied.types("compare", "train-1", "dsat_runs/train-3").status == 0
+    other = copied.folder / "dsat_runs" / "train-3" / "journal.jsonl"
+    same = copied.types("compare", "train-1", "dsat_runs/train-3")
+    assert same.status == 0 and "different arguments" not in same.out
+    text = re.sub('"program":"[^"]+"', '"program":"of a longer sample"', other.read_text())
+    other.write_text(text)
+    assert "different arguments" in copied.types("compare", "train-1", "dsat_runs/train-3").out
     copied.tunes("--max-trials", 4, "--run-dir", "other", metric="latency")
     said = copied.types("compare", "train-1", "other").out
     assert "different metrics" in said

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW
 from dsat.estimating.tables import needs_simulation
 from dsat.in_trial.profiler import hidden_size
 from dsat.simulation import borrowed_model
-from dsat.simulation.borrowed_model import BorrowedModel
+from dsat.simulation.borrowed_model import BorrowedModel, is_quadratic
 from dsat.simulation.captured import Captured, ModuleSnapshot
 from dsat.simulation.protocol import Question
 
@@ -98,6 +98,26 @@ def test_a_loss_may_compute_with_the_micro_batch(
     given = [torch.ones(outputs)]
     assert captured_with().numbers_for(candidate, given) == numbers
     assert captured_with(follows_config=False).numbers_for(candidate, given) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "expected"),
+    [
+        ("t5", {"d_model": 8, "num_layers": 1, "d_ff": 8, "num_heads": 2, "d_kv": 4}, True),
+        ("bloom", {"hidden_size": 8, "n_layer": 1, "n_head": 2}, True),  # has only eager attention
+        ("gpt2", {"n_embd": 8, "n_layer": 1, "n_head": 2}, False),
+        ("gpt2", {"n_embd": 8, "n_layer": 1, "n_head": 2, "attn_implementation": "eager"}, True),
+        ("mamba", {"hidden_size": 8, "num_hidden_layers": 1}, False),  # has no attention
+    ],
+)
+def test_memory_grows_with_the_square_of_the_length_in_some_models(
+    kind: str, sizes: dict[str, Any], expected: bool
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind, vocab_size=16, **sizes)
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config)
+    assert is_quadratic(torch.nn.Sequential(model)) is expected
 
 
 def test_what_was_there_before_the_engine_is_no_batch() -> None:
