@@ -59,7 +59,9 @@ def test_what_a_command_starts_is_seen(
         "set -e\nmodule() { :; }\nexport -f module\nexport COLOUR=red\n"
         "python3 train.py --steps $1\n"
     )
-    (place / "Makefile").write_text("train:\n\tpython3 train.py --steps $(STEPS)\n\ttouch went_on\n")
+    (place / "Makefile").write_text(
+        "train:\n\tpython3 train.py --steps $(STEPS)\n\ttouch went_on\n"
+    )
     program = seen(place, *command)
     assert program.script.endswith(script) and not program.needs_command
     assert (program.args, program.slots, program.interpreter) == (args, slots, "")
