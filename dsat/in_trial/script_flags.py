@@ -16,7 +16,9 @@ _OTHER_BATCHES = re.compile(
     r"accum|eval|valid|test|(?<![a-z])(dev(?!ice)|every|gen|infer|log|pred|val)", re.IGNORECASE
 )
 _ACCUMULATION = "gradient_accumulation_steps"
-_LIKE_ACCUMULATION = re.compile(r"(?!eval).*(accum|grad(ient)?_acc|(?<![a-z])gas?(?![a-z]))")
+_LIKE_ACCUMULATION = re.compile(
+    r"(?!eval).*(accum|grad(ient)?_acc|update_freq|(?<![a-z])gas?(?![a-z]))"
+)
 
 
 def find_batch_flag(args: Sequence[str], fed: int, options: Mapping[str, Any]) -> str:

@@ -43,7 +43,7 @@ MPI = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2"]
         (["env", "COLOUR=blue", "python3", "-u", *OPTIONS, "train.py"], "train.py", (), 1),
         (["bash", "run.sh", "7"], "train.py", ("--steps", "7"), 1),
         nightly(["bash", "-c", "cd .. && python3 work/train.py"], "work/train.py", (), 1),
-        nightly(["make", "train"], "train.py", ("--steps", "3"), 1),
+        nightly(["make", "train", "STEPS=3"], "train.py", ("--steps", "3"), 1),
         nightly(["srun", "-N1", "python3", "train.py"], "train.py", (), 2),
         (["pipx-like", "--steps", "2"], "pipx-like", ("--steps", "2"), 1),
         (["torchrun", "--nproc-per-node", "2", "train.py"], "train.py", (), 2),
@@ -59,11 +59,13 @@ def test_what_a_command_starts_is_seen(
         "set -e\nmodule() { :; }\nexport -f module\nexport COLOUR=red\n"
         "python3 train.py --steps $1\n"
     )
-    (place / "Makefile").write_text("train:\n\tpython3 train.py --steps 3\n\ttouch went_on\n")
+    (place / "Makefile").write_text(
+        "train:\n\tpython3 train.py --steps $(STEPS)\n\ttouch went_on\n"
+    )
     program = seen(place, *command)
     assert program.script.endswith(script) and not program.needs_command
     assert (program.args, program.slots, program.interpreter) == (args, slots, "")
-    of_launchers = ("SET_BY_SCRIPT", "SLURM_PROCID", "OMPI_", "TORCHELASTIC_")
+    of_launchers = ("SET_BY_SCRIPT", "SLURM_PROCID", "OMPI_", "TORCHELASTIC_", "MAKE")
     assert not [name for name in program.env if name.startswith(of_launchers)]
     assert all(map(str.isidentifier, program.env)), "a shell can assign them"
     assert "PYTHONPATH" not in program.env, "what records is no part of the command"

@@ -163,6 +163,27 @@ def test_a_trainer_without_deepspeed_is_refused_before_it_trains(scripts: Script
     assert not (ended.folder / "notes0.json").exists()
 
 
+PLUGINS = """
+from accelerate import DeepSpeedPlugin
+
+def seen(stage):
+    sections = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": 2}
+    plugin = DeepSpeedPlugin(hf_ds_config={**sections, "gradient_accumulation_steps": 4})
+    config = plugin.hf_ds_config.config
+    return config["zero_optimization"]["stage"], config["gradient_accumulation_steps"]
+
+note(seen=[seen(2), seen(3), seen(2)])
+train(make_engine())
+"""
+
+
+@slow
+def test_an_accelerate_plugin_for_another_model_keeps_its_configuration(scripts: Scripts) -> None:
+    """A frozen teacher may be in stage 3, the only one that needs no optimizer."""
+    pytest.importorskip("accelerate")
+    assert scripts.run(PLUGINS).well().notes()["seen"] == [[1, 1], [3, 1], [1, 1]]
+
+
 def test_the_first_trial_reads_the_file_that_accelerate_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

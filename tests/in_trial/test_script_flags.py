@@ -52,6 +52,7 @@ def test_the_flag_of_the_batch_size_is_one_that_the_script_has(
         ([], {"--lr": 8, "--gradient-accumulation-steps": 8}, 8, "--gradient-accumulation-steps"),
         ([], {"--accum": 8, "--gradient_accumulation_steps": 8}, 8, GAS_FLAG),
         (["train.accumulate_grad_batches=8"], {}, 8, "train.accumulate_grad_batches"),
+        ([], {"--update-freq": 8}, 8, "--update-freq"),  # fairseq, BEiT
         ([], {"--grad-acc-steps": 8}, 8, "--grad-acc-steps"),
         (["--gas=8"], {}, 8, "--gas"),
         (["--grad_accum", "4"], {"--grad_accum": 8}, 8, ""),

@@ -11,7 +11,7 @@ import pytest
 from dsat.command.switches import OTHER_ACCUMULATION, OTHER_LIMITS
 from dsat.in_trial import script_switches
 from dsat.values import host_limits
-from dsat.values.outcome import OutcomeKind
+from dsat.values.outcome import OutcomeKind, StepFacts
 from dsat.values.trial import TrialKind
 from testing.scripts import CONFIG, Ended, Scripts, scripts_in
 
@@ -311,7 +311,8 @@ class DeepSpeedStrategy:
 def test_lightning_counts_optimizer_steps_as_the_engine_makes_them(scripts: Scripts) -> None:
     """It must do so before the schedule of the learning rate is made.
 
-    Limits in micro batches stand for the same optimizer steps, rounded down, but at least one.
+    Limits in micro batches stand for the same optimizer steps, rounded down, but at least one. They
+    are for the user's own accumulation, even if the script's flag has the trial's.
     """
     for package in ("lightning/pytorch", "pytorch_lightning"):
         folder = scripts.work / package / "strategies"
@@ -325,6 +326,8 @@ def test_lightning_counts_optimizer_steps_as_the_engine_makes_them(scripts: Scri
     found = ([4, 32, 0.5], [4, 16, 6], [4, 8, 3], [4, 0.5, 1], [1, 16, 6])
     assert ended.notes()["found"] == [each for each in found for _ in range(2)]
     assert {OTHER_ACCUMULATION, OTHER_LIMITS} <= set(ended.warnings)
+    by_flag = scripts.run(LIGHTNING, gas=4, own_steps=StepFacts(8)).well()
+    assert by_flag.notes()["found"][2:4] == [[4, 8, 3]] * 2
 
 
 @pytest.mark.parametrize(

@@ -21,11 +21,14 @@ def set_up(call: Call) -> Any:
     # With manual optimization the module counts steps, and Lightning refuses accumulation.
     if trial.config is not None and trainer.lightning_module.automatic_optimization:
         gas = int(trial.config["gradient_accumulation_steps"])
-        own, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, gas
+        given, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, gas
         # Lightning refuses it in a file, which the strategy has read already.
         in_file = (call.owner.config or {}).pop("gradient_accumulation_steps", None)
-        if in_file is not None or own != gas:
+        if in_file is not None or given != gas:
             trial.warn(OTHER_ACCUMULATION)
+        # A flag may already have given the trial's value; the limits still are for the user's own.
+        own_steps = trial.trainer.trial.own_steps
+        own = own_steps.gas if given == gas and own_steps is not None else given
         if own != gas:
             for name in _LIMITS:
                 if isinstance(limit := getattr(trainer, name), int):

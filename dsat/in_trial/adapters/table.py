@@ -173,6 +173,7 @@ _TRACKERS = (
     _in_processes("mlflow", "set_tracking_uri", trackers.set_address),
     _in_processes("wandb", "init", trackers.start_run),
     _in_processes("hydra._internal.hydra", "Hydra.run", trackers.run_hydra),
+    _in_processes("hydra._internal.hydra", "Hydra.multirun", trackers.run_hydra),
 )
 
 TABLE: tuple[Adapter, ...] = (

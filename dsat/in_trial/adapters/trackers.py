@@ -84,5 +84,8 @@ def start_run(call: Call) -> Any:
 def run_hydra(call: Call) -> Any:
     """Put Hydra's output folder into the trial's folder."""
     assert call.trial.folder is not None
-    overrides = [*call.kwargs["overrides"], f"hydra.run.dir={call.trial.folder / 'hydra'}"]
+    # In quotes, because Hydra's grammar gives a meaning to many characters: `,` starts a sweep.
+    folder = str(call.trial.folder / "hydra").replace("'", r"\'")
+    folders = [f"hydra.{kind}.dir='{folder}'" for kind in ("run", "sweep")]
+    overrides = [*call.kwargs["overrides"], *folders]
     return call.proceed_with(*call.args, **{**call.kwargs, "overrides": overrides})

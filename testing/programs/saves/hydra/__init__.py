@@ -8,5 +8,6 @@ def main(task: Callable[[], None]) -> Callable[[], None]:
         from ._internal.hydra import Hydra
 
         Hydra().run(config_name=None, task_function=task, overrides=[])
+        Hydra().multirun(config_name=None, task_function=task, overrides=[])
 
     return run
