@@ -38,7 +38,7 @@ KINDS = (
     _program(
         "a boundary by hand",
         "boundary.py --micro-batch-size 2",
-        "with --micro-batch-size failed: .* takes 4 micro batches as before",
+        "trials set --accumulate to their accumulation steps",
     ),
     _program("a notebook with a search of its own", "notebook.py"),
     _program("spawned ranks", "", command="python3 spawn.py 4 29731", ranks=0),
