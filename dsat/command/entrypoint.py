@@ -31,7 +31,7 @@ _FORMS = (
     "script.py ..., python3 script.py ..."
 )
 SHELL_SYNTAX = re.compile(r"&&|\|\||[|;<>`]|\$\(|\$\{?\w")
-_IN_QUOTES = re.compile(r"'[^']*'|\"[^\"$`\\]*\"")  # text that a shell leaves as it is
+_QUOTED = re.compile(r"\\.|'[^']*'|\"(?:[^\"\\]|\\.)*\"", re.DOTALL)
 _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 
 DEEPSPEED, TORCHRUN = "deepspeed", "torchrun"
@@ -245,10 +245,16 @@ def _program(words: Sequence[str]) -> Entrypoint:
     return Entrypoint(script=words[0], args=tuple(words[1:]))
 
 
+def _keep_expansions(quoted: re.Match[str]) -> str:
+    """Return text in double quotes that a shell would change; empty for other quoted text."""
+    text = quoted[0]
+    return text if text[0] == '"' and ("$" in text or "`" in text) else ""
+
+
 def _words(entrypoint: str | Sequence[str]) -> list[str]:
     if not isinstance(entrypoint, str):
         return [str(word) for word in entrypoint]
-    if SHELL_SYNTAX.search(_IN_QUOTES.sub("", entrypoint)):
+    if SHELL_SYNTAX.search(_QUOTED.sub(_keep_expansions, entrypoint)):
         raise UserInputError(
             f"{entrypoint!r} needs a shell, but dsat starts the ranks without one",
             where=_WHERE,

@@ -75,8 +75,9 @@ class Launch:
         other_args: arguments of other ranks, if they differ from the first rank's.
         batch_in_file: whether a file of the command sets the batch sizes; dsat writes a copy of
             this file with the best ones.
-        config_is_word: whether the argument of the DeepSpeed configuration is not a path: the
-            script looks it up, or DeepSpeed decodes it.
+        config_is_word: whether trials replace what the script passes to DeepSpeed, and not the
+            argument: this is no path (the script looks it up, or DeepSpeed decodes it), or the
+            script changes what it reads.
     """
 
     hosts: tuple[tuple[str, tuple[int, ...]], ...] = ()

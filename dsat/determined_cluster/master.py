@@ -32,6 +32,8 @@ _LONGEST_PAUSE_S = 30.0
 _INTERNAL_ERROR = 500
 _GATEWAY = (502, 503, 504)  # statuses of a proxy, whose answer is a web page
 _BUSY = (408, 429)  # of a proxy: the request took too long, or there were too many
+# JSON escapes an emoji as two surrogates, which YAML refuses.
+_SURROGATES = re.compile(r"\\ud[89ab]..\\ud[c-f]..")
 _OBJECT = re.compile(r"<[\w.]+ object at 0x[0-9a-f]+>:?\s*")
 T = TypeVar("T")
 
@@ -93,12 +95,11 @@ class Master:
         """Create an experiment; return its id.
 
         The configuration is passed as JSON, because the master's YAML differs from Python's: it
-        reads an unquoted `no` as a boolean. JSON escapes an emoji as two surrogates, which YAML
-        refuses.
+        reads an unquoted `no` as a boolean.
         """
         with silence_determined(), tempfile.TemporaryDirectory() as above:
             path = Path(above) / "experiment.json"
-            path.write_text(json.dumps(config, ensure_ascii=False), encoding="utf-8")
+            path.write_text(_SURROGATES.sub(_decode, json.dumps(config)), encoding="utf-8")
             made = self._determined.create_experiment(path, str(folder), list(map(str, includes)))
         return int(made.id)
 
@@ -225,6 +226,10 @@ def read_trial_log(master: Master, experiment_id: int, trial_id: int) -> Sequenc
 
 def _id_in_search(trial: Any) -> Any:
     return ((trial.hparams or {}).get(DSAT_TRIAL_KEY) or {}).get("id")
+
+
+def _decode(escaped: re.Match[str]) -> str:
+    return str(json.loads(f'"{escaped[0]}"'))
 
 
 def state_name(state: Any) -> str:

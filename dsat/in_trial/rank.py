@@ -267,7 +267,7 @@ class Rank:
         return self._has_engine and (not self._spec.own or may_train or dist.is_initialized())
 
     def _may_be_helper(self) -> bool:
-        """Return whether this rank has begun in another process, so this may be a helper."""
+        """Return whether its rank began in another process, so this is a launcher or a helper."""
         number, size = rank_and_size()
         return has_begun(self._folder, number if size > 1 else "*")
 

@@ -109,9 +109,9 @@ def mark_begun(folder: Path, rank: int) -> None:
 
 
 def has_begun(folder: Path, rank: int | str) -> bool:
-    """Return whether a rank, or any if "*", called `deepspeed.initialize` or reported a failure."""
-    begun = any(folder.glob(f"begun{rank}"))
-    return begun or any(folder.glob(result_file(rank)))
+    """Return whether a rank, or any if "*", called `deepspeed.initialize`, or any has failed."""
+    has_failed = any(folder.glob(result_file("*")))
+    return has_failed or any(folder.glob(f"begun{rank}"))
 
 
 def write_outcome(folder: Path, rank: int, outcome: Outcome) -> None:

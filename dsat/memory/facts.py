@@ -216,7 +216,8 @@ class Setup:
 
         See `_create_fp32_partitions` in runtime/zero/stage3.py, 0.19.8.
         """
-        if self.strategy.stage != 3 or self.strategy.offload_optimizer != CPU:
+        of_stage_3 = self.strategy.stage == 3 and self.strategy.offload_optimizer == CPU
+        if not of_stage_3 or self.sub_groups.ratio == 1:
             return []
         groups = self.groups
         return groups[: int((1 - self.sub_groups.ratio) * len(groups))]

@@ -315,10 +315,18 @@ def _find_config(args: Sequence[str], folder: Path, passed: Mapping[str, Any]) -
 def _changes(own: Mapping[str, Any], passed: Mapping[str, Any]) -> bool:
     """Return whether the script's code sets batch sizes or a stage that its file does not have.
 
-    accelerate adds DeepSpeed's default of the accumulation steps.
+    DeepSpeed's defaults, and the global batch size beside a micro batch, change nothing.
     """
-    keys = (*ds_config.BATCH_KEYS, "zero_optimization.stage")
-    file, used = {ds_config.BATCH_KEYS[2]: 1, **ds_config.flat(own)}, ds_config.flat(passed)
+    total, micro, gas = ds_config.BATCH_KEYS
+    stage = "zero_optimization.stage"
+    file, used = (
+        {key: value for key, value in ds_config.flat(config).items() if value is not None}
+        for config in (own, passed)
+    )
+    keys = [micro, gas, stage]
+    if total in file or micro not in file:
+        keys.append(total)
+    file = {gas: 1, stage: 0, **file}
     return any(key in used and file.get(key) not in (ds_config.AUTO, used[key]) for key in keys)
 
 

@@ -46,6 +46,7 @@ def script(*args: str, name: str = "train.py", **more: object) -> Entrypoint:
             """python3 train.py --end '<s>' --sep "a;b" --cost 'in $US'""",
             script("--end", "<s>", "--sep", "a;b", "--cost", "in $US"),
         ),
+        (r"python3 train.py it\'s a\;b", script("it's", "a;b")),
         (["python3", "train.py", 3, "", " x "], script("3", "", " x ")),
         (
             "python3 -O -W ignore src/train.py",

@@ -166,22 +166,31 @@ def test_a_trainer_without_deepspeed_is_refused_before_it_trains(scripts: Script
 PLUGINS = """
 from accelerate import DeepSpeedPlugin
 
-def seen(stage):
-    sections = {"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": 2}
-    plugin = DeepSpeedPlugin(hf_ds_config={**sections, "gradient_accumulation_steps": 4})
-    config = plugin.hf_ds_config.config
-    return config["zero_optimization"]["stage"], config["gradient_accumulation_steps"]
+def seen(**given):
+    config = DeepSpeedPlugin(**given).hf_ds_config.config
+    stage = config["zero_optimization"]["stage"]
+    return stage, config["gradient_accumulation_steps"], "train_batch_size" in config
 
-note(seen=[seen(2), seen(3), seen(2)])
+def with_stage(stage):
+    sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}
+    return {**sizes, "train_batch_size": 8, "zero_optimization": {"stage": stage}}
+
+first = FIRST
+note(seen=[seen(**first), seen(hf_ds_config=with_stage(3)), seen(**first)])
 train(make_engine())
 """
 
 
 @slow
-def test_an_accelerate_plugin_for_another_model_keeps_its_configuration(scripts: Scripts) -> None:
+@pytest.mark.parametrize("first", ['{"hf_ds_config": with_stage(2)}', '{"zero_stage": 2}'])
+def test_an_accelerate_plugin_for_another_model_keeps_its_configuration(
+    first: str, scripts: Scripts
+) -> None:
     """A frozen teacher may be in stage 3, the only one that needs no optimizer."""
     pytest.importorskip("accelerate")
-    assert scripts.run(PLUGINS).well().notes()["seen"] == [[1, 1], [3, 1], [1, 1]]
+    own, teacher, again = scripts.run(PLUGINS.replace("FIRST", first)).well().notes()["seen"]
+    assert own == again and own[:2] == [1, 1]
+    assert teacher == [3, 1, False]
 
 
 def test_the_first_trial_reads_the_file_that_accelerate_names(

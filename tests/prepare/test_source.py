@@ -17,7 +17,7 @@ from dsat.prepare import source as sources
 from dsat.prepare.target import Target
 from testing.helpers import starts_of
 
-MICRO = "train_micro_batch_size_per_gpu"
+MICRO, GAS = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 CONFIG = {MICRO: 1}
 FLAG = "--deepspeed_config"
 
@@ -165,6 +165,7 @@ def test_a_configuration_that_the_script_looks_up(
         ((f"{'a' * 300}.json", "ds.json"), CONFIG, (f"{'a' * 300}.json", "/trial/ds.json")),
         ((FLAG, "ds.json"), CONFIG, (FLAG, "/trial/ds.json")),
         ((FLAG, "ds.json"), {MICRO: "auto", "lr": 1}, (FLAG, "/trial/ds.json")),
+        ((FLAG, "ds.json"), {**CONFIG, GAS: None}, (FLAG, "/trial/ds.json")),
         ((FLAG, "ds.json"), {MICRO: 2}, None),  # the script has set the batch that it passes
         ((FLAG, "ds.json"), {"optimizer": {"type": "Adam"}}, None),
     ],
@@ -181,7 +182,8 @@ def test_an_argument_names_the_configuration_that_the_script_passes(
     (tmp_path / "train.py").touch()
     (tmp_path / "ds.json").write_text(json.dumps(file))
     command = ("train.py", *words)
-    [start] = starts_of(tmp_path, [{}], {**CONFIG, "gradient_accumulation_steps": 1})
+    defaults = {GAS: 1, "train_batch_size": 1, "zero_optimization": {"stage": 0}}
+    [start] = starts_of(tmp_path, [{}], {**CONFIG, **defaults})
     start = replace(start, command=(start.command[0], *command))
     found = sources.read(Target(command=command)).complete_from_record(
         cast(Any, SimpleNamespace(ranks=lambda: [start], env={}))

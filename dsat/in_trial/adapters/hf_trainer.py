@@ -49,7 +49,8 @@ class TrainerSettings:
         max_steps: optimizer steps that a trial's training loop must allow; None in a full-length
             run.
         batch_in_file: whether a file sets the script's batch sizes; the user gets a changed copy.
-        plugins: the script's own configurations of accelerate's plugins that the trial replaces.
+        plugins: the script's own configurations of accelerate's plugins so far; None for a plugin
+            without one.
     """
 
     trial: Trial | None
@@ -58,7 +59,7 @@ class TrainerSettings:
     max_steps: int | None = None
     batch_in_file: bool = False
     on_cpu: bool = False
-    plugins: list[dict[str, Any]] = field(default_factory=list)
+    plugins: list[dict[str, Any] | None] = field(default_factory=list)
 
     def differs_from(self, given: Any) -> bool:
         """Return whether a configuration of the script lacks a setting of the trial.
@@ -152,22 +153,24 @@ def check_arguments(call: Call) -> Any:
 def check_plugin(call: Call) -> Any:
     """Use the trial's configuration in accelerate's DeepSpeed plugin.
 
-    A later plugin with another configuration keeps it, because it is for another model. accelerate
-    accumulates for all plugins alike, so only the accumulation steps follow.
+    A later plugin with a configuration of its own keeps it, because it is for another model.
+    accelerate accumulates for all plugins alike, so only the accumulation steps follow.
     """
     importlib.import_module("deepspeed")  # makes this process a rank
     settings, plugin = call.trial.trainer, call.owner
     if settings is None or settings.config_path is None or settings.trial is None:
         return call.proceed()
     given = plugin.hf_ds_config
-    if isinstance(given, (str, dict)):
-        own = _read_config(given)
-        settings.plugins.append(own)
-        if own != settings.plugins[0]:
-            gas = ds_config.BATCH_KEYS[2]
-            if gas in own:
-                plugin.hf_ds_config = {**own, gas: settings.trial.batch.gas}
-            return call.proceed()
+    own = _read_config(given) if isinstance(given, (str, dict)) else None
+    settings.plugins.append(own)
+    if own is not None and own != settings.plugins[0]:
+        total, micro, gas = ds_config.BATCH_KEYS
+        if gas in own:
+            own[gas] = settings.trial.batch.gas
+            if micro in own:  # the global batch size follows
+                own.pop(total, None)
+            plugin.hf_ds_config = own
+        return call.proceed()
     if given is None or isinstance(given, (str, dict)):  # else the Trainer has prepared it
         config = _read_config(settings.config_path)
         if given is not None and settings.differs_from(given):
