@@ -52,6 +52,7 @@ def project(settings: ProjectSettings) -> Projection:
         DsatError: the script or every strategy cannot be simulated, or the journal is damaged.
     """
     past = None if settings.from_run is None else past_runs.load(settings.from_run)
+    measured_on = None if past is None else gpu_of(past)
     count, name = settings.to
     gpu = gpus.find(name)
 
@@ -69,9 +70,23 @@ def project(settings: ProjectSettings) -> Projection:
         traced = trace(model, count, choose, accumulates=accumulates)
     network = None if settings.network is None else 1e9 / 8 * settings.network
     projector = Projector(traced, gpu, network)
-    if past is not None:
-        projector.calibrate(past)
+    if past is not None and measured_on is not None:
+        projector.calibrate(past, measured_on)
     return replace(projector.projection(model.name, settings), dtype=model.dtype)
+
+
+def gpu_of(past: PastRun) -> GpuModel:
+    """Return the GPU model that a run was measured on.
+
+    Raises:
+        UserInputError: it was measured on CPU cores, or on an unknown GPU.
+    """
+    run, machine = past.run, str(past.run.info.get("machine", ""))
+    if "CPU core" in machine or "cpu slot" in machine:  # "cpu slot" in runs of the last release
+        problem = "was measured on CPU cores, so it cannot correct predictions for GPUs"
+        raise UserInputError(problem, where=str(past.folder))
+    device = (run.profile.device_name if run.profile else "") or machine
+    return gpus.of_device(device) or gpus.find(device)
 
 
 def _batch_sizes(settings: ProjectSettings, config: Mapping[str, Any]) -> dict[str, int]:
@@ -166,19 +181,13 @@ class Projector:
         self.speed = ProjectedSpeed(hardware, list(traced.traces))
         self._calibrated_by = 0
 
-    def calibrate(self, past: PastRun) -> None:
-        """Correct all predictions by the trials of a run of the same model.
+    def calibrate(self, past: PastRun, gpu: GpuModel) -> None:
+        """Correct all predictions by the trials of a run of the same model on a GPU model.
 
         Raises:
             UserInputError: the run is of another model, or none of its trials can be used.
         """
-        run, traced = past.run, self._traced
-        slots, machine = run.plan.slots_per_trial, str(run.info.get("machine", ""))
-        if "CPU core" in machine or "cpu slot" in machine:  # "cpu slot" in runs of the last release
-            problem = "was measured on CPU cores, so it cannot correct predictions for GPUs"
-            raise UserInputError(problem, where=str(past.folder))
-        device = (run.profile.device_name if run.profile else "") or machine
-        gpu = gpus.of_device(device) or gpus.find(device)
+        run, traced, slots = past.run, self._traced, past.run.plan.slots_per_trial
         network = gpu.network_bandwidth
         if self._network is not None and gpu == self._gpu:  # --network is also that of the run
             network = self._network

@@ -356,3 +356,6 @@ def test_a_model_is_projected_to_other_gpus(user: User) -> None:
     user.tunes("--max-trials", 4, "--finals", 0, method="random")
     other = user.types("project", "--model", "config.json", "--from-run", "run")
     assert other.status == 2 and "another model" in other.err
+    recorded = Path(dsat.__file__).parents[1] / "testing" / "recorded_run"
+    on_cores = user.types("project", "--model", "config.json", "--from-run", recorded)
+    assert on_cores.status == 2 and "was measured on CPU cores" in on_cores.err
