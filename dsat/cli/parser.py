@@ -171,10 +171,11 @@ def _check_target(name: str, values: Mapping[str, Any], target: Mapping[str, Any
         )
     if not target and values.get("model") is None:
         others = ", or give --model" if name in PREDICTS else ""
+        again = " --resume needs the command of the run too." if values.get("resume") else ""
         raise UserInputError(
             "the training command is missing",
             where=f"dsat {name}",
-            hint=f"Write `dsat {name} deepspeed train.py`, for example{others}.",
+            hint=f"Write `dsat {name} deepspeed train.py`, for example{others}.{again}",
         )
 
 

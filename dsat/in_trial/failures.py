@@ -83,6 +83,9 @@ _ADVICE = {
     "has neither `hidden_size` nor": _AUTO,
     "input_value='auto'": _AUTO,
     "exists and is not empty": _SAME_FOLDER,
+    "(?i)address already in use|EADDRINUSE": (
+        "Another program uses the port: give your launcher another one, such as --master_port 29501"
+    ),
     # From int(), float(), and the optimizers' operators.
     r": 'auto'|(?s:incompatible function arguments.*'auto')": (
         'Only the Trainer and accelerate replace "auto" in a configuration: write the value'

@@ -32,13 +32,15 @@ def make_plots(view: RunView) -> list[Spec]:
 
 def _throughput(view: RunView) -> Spec | None:
     """Plot the metric over the micro batch, a line per strategy; mark trials out of memory."""
-    shown = [_row(each) for each in view.trials if each.trial.kind is not TrialKind.PROFILE]
+    metric = view.plan.metric
+    tried = [each for each in view.trials if each.trial.kind is not TrialKind.PROFILE]
+    shown = [_row(each, metric) for each in tried]
     if not shown:
         return None
     ran = [row for row in shown if row["value"] is not None]
     lost = [row for row in shown if row["out_of_memory"]]
     upper: dict[Any, Spec] = {}
-    for row in map(_row, view.ranked):  # the best of each strategy and micro batch
+    for row in (_row(each, metric) for each in view.ranked):  # the best of each strategy and micro batch
         upper.setdefault((row["strategy"], row["micro_batch"]), row)
     sizes = sorted({row["micro_batch"] for row in shown})
     powers = [2**n for n in range(30) if sizes[0] <= 2**n <= sizes[-1]]
@@ -48,8 +50,8 @@ def _throughput(view: RunView) -> Spec | None:
         scale={"type": "log", "base": 2},
         axis={"values": powers if len(powers) > 1 else sizes},
     )
-    metric = view.plan.metric  # 15G, not 15,000,000,000
-    y = _number("value", f"{metric} ({METRICS[metric].unit})", axis={"format": "~s"})
+    of_axis = {"format": "~s"}  # 15G, not 15,000,000,000
+    y = _number("value", f"{metric} ({METRICS[metric].unit})", axis=of_axis)
     interval = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}}
     names = sorted({str(row["strategy"]) for row in (*ran, *lost)})
     look = _colours_of_strategies(names)
@@ -99,9 +101,10 @@ def _step_times(view: RunView) -> Spec | None:
     return _plot(title, text, {"step": 16}, _layer(rows, "bar", encoding)) if rows else None
 
 
-def _row(each: TrialView) -> dict[str, Any]:
+def _row(each: TrialView, metric: str) -> dict[str, Any]:
     outcome, batch = each.outcome, each.trial.batch
-    ci95 = outcome.metrics.ci95 if outcome and outcome.metrics else 0.0
+    measured = outcome.metrics if outcome else None
+    ci95 = measured.ci95 if measured and METRICS[metric].has_interval else 0.0
     return {
         "name": each.trial.name,
         "strategy": fmt.strategy(each.trial.strategy),

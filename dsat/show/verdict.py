@@ -298,7 +298,7 @@ def _no_finals(run: Run) -> str:
     if any(trial.kind is TrialKind.FINAL for trial in run.trials.values()):
         return f"The search resumed after its finals, so the result needs new finals{resume}."
     if run.best is run.baseline and run.stop_reason is not None:
-        return "No other configuration was fast enough for finals."
+        return "There were no finals, because no other configuration was clearly faster."
     return f"The finals have not begun{resume}."
 
 

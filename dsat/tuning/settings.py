@@ -91,7 +91,7 @@ class Settings(Target):
         kind=at_least(2),
         default=50,
         group=Group.FIRST,
-        help="maximum number of trials, including that of your own configuration",
+        help="maximum number of trials, including that of your own configuration and the finals",
     )
     metric: str = option(
         "-m",
@@ -109,8 +109,9 @@ class Settings(Target):
         group=Group.SEARCH,
         help="run the best configuration and yours again in turns after the search, in at most N "
         "trials, to be sure of the gain. Raise N to confirm a small gain; 0 saves the time "
-        "(default: up to 7, or 15 while they take less than 30 %% of the search's time. 2 of 4 to "
-        "11 --max-trials are kept for them, and of more a quarter, at least 5)",
+        "(default: up to 7, or 15 while they take less than 30 %% of the search's time). The "
+        "search leaves a quarter of --max-trials to them, at least 5, or 2 if --max-trials is "
+        "4 to 11",
     )
     seed: int = option(
         "--random-seed",
@@ -126,9 +127,9 @@ class Settings(Target):
         choices=MEMORY_MODELS,
         default=BY_SIMULATION,
         group=Group.SEARCH,
-        help="how memory is predicted, so that nothing is tried that cannot fit: by DeepSpeed on "
-        "fake tensors, which takes seconds for each strategy (on a cluster by the formula in its "
-        "place), at once by a formula, or not at all",
+        help="how to predict memory, so that no trial starts that cannot fit: by DeepSpeed on "
+        "fake tensors, which takes seconds for each strategy (on a cluster, the formula is used "
+        "instead); by a formula, at once; or not at all",
     )
     zero_stages: tuple[int, ...] | None = option(
         "-z",
@@ -297,8 +298,8 @@ class Settings(Target):
     resume: bool = option(
         "--resume",
         group=Group.FIRST,
-        help="continue the run in --run-dir, or the newest one of this experiment, preferably with "
-        "these options",
+        help="continue the run in --run-dir, or the newest run of this command, if possible one "
+        "with the same options",
     )
     run_full_experiment: bool = option(
         "--run-full-experiment",

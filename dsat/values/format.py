@@ -94,6 +94,8 @@ def outcome(result: Outcome, metric_name: str) -> str:
         message = printable(result.message, _MOST_OF_A_MESSAGE)
         return f"{result.kind.value}: {message}" if message else result.kind.value
     value = metric(metric_name, result.metrics.value(metric_name))
+    if not METRICS[metric_name].has_interval:
+        return f"{value} (over {count(result.metrics.num_steps, 'step')})"
     if result.metrics.num_steps <= 2:
         return f"{value} (too few steps for an interval)"
     if result.metrics.ci95 > 1:

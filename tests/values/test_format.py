@@ -24,6 +24,15 @@ def test_metrics_with_units(name: str, value: float | None, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "text"),
+    [("latency", "12 ms (±5.0 % over 8 steps)"), ("step", "3 ms (over 8 steps)")],
+)
+def test_only_metrics_with_an_interval_show_one(name: str, text: str) -> None:
+    metrics = replace(METRICS_OF_A_TRIAL, latency=12.0, step=3.0, ci95=0.05, num_steps=8)
+    assert fmt.outcome(Outcome(OutcomeKind.OK, metrics), name) == text
+
+
+@pytest.mark.parametrize(
     ("seconds", "text"),
     [(0.25, "0.2 s"), (42.4, "42 s"), (190, "3 min 10 s"), (7500, "2 h 05 min")],
 )
