@@ -33,7 +33,7 @@ from dsat.options import LORA
 from dsat.prepare.simulated_model import simulate
 from dsat.projecting.projector import Projector
 from dsat.projecting.tracing import Traced, trace
-from dsat.search.cards import Card, find
+from dsat.search.gpus import GpuModel, find
 from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.values.table import Table
 from dsat.values.zero_strategy import Strategy
@@ -79,7 +79,7 @@ MODELS = {
         "llama-3.1-70b", "meta-llama/Llama-3.1-70B", 70_553_706_496, lora=_EVERY_LAYER
     ),
 }
-# Name -> number of GPUs, GiB of each, and their name in the table of cards (8 GPUs per host).
+# Name -> number of GPUs, GiB of each, and their name in the table of GPUs (8 GPUs per host).
 MACHINES = {
     "1 x 24 GB (RTX 4090)": (1, 24, "RTX-4090"),
     "8 x A100-40": (8, 40, "A100-40GB"),
@@ -96,7 +96,7 @@ class Row:
     Attributes:
         status: `predicted`.
         tier: how memory was predicted.
-        card_gib, host_gib: GPU memory that a micro batch of one sample needs, and host memory per
+        gpu_gib, host_gib: GPU memory that a micro batch of one sample needs, and host memory per
             GPU.
         largest_micro_batch: 0 if not even one sample fits.
         longest_sequence: tokens of one sample that fits, if activations are proportional to them.
@@ -112,7 +112,7 @@ class Row:
     status: str
     tier: str
     sequence: int
-    card_gib: float | None
+    gpu_gib: float | None
     host_gib: float | None = None
     largest_micro_batch: int
     longest_sequence: int | None = None
@@ -165,12 +165,12 @@ def predicted(name: str, model: Model) -> Iterator[Row]:
     if facts.num_params - (facts.trainable_params if model.lora else 0) != model.params:
         raise RuntimeError(f"{path} makes {facts.num_params:,} parameters, not {model.params:,}")
     for machine, fits in _memory(facts, traced.base):
-        cards, gib, card = MACHINES[machine]
+        gpus, gib, gpu = MACHINES[machine]
         first = _first(fits)
         for strategy, fit in fits.items():
             speed: dict[str, float] = {}
             if strategy == first and strategy in traced.traces:
-                speed = _speed(traced, find(card), strategy, cards, int(fit.most))
+                speed = _speed(traced, find(gpu), strategy, gpus, int(fit.most))
             yield Row(
                 model=name,
                 machine=machine,
@@ -178,12 +178,12 @@ def predicted(name: str, model: Model) -> Iterator[Row]:
                 status=PREDICTED,
                 tier="closed form of the simulated model",
                 sequence=SEQUENCE,
-                card_gib=round(fit.card_bytes / GIB, 2),
+                gpu_gib=round(fit.gpu_bytes / GIB, 2),
                 host_gib=round(fit.host_bytes / GIB, 2) if fit.host_bytes else None,
                 largest_micro_batch=int(fit.most),
                 longest_sequence=int(SEQUENCE * fit.most) if fit.most > 0 else None,
                 source=model.source,
-                command=_command(path, model, cards, gib),
+                command=_command(path, model, gpus, gib),
                 **speed,
             )
 
@@ -220,7 +220,7 @@ def _offloads(one: Row | Strategy) -> bool:
 class _Fit:
     """Memory in bytes of a strategy on a machine; `most` is the largest micro batch."""
 
-    card_bytes: int
+    gpu_bytes: int
     host_bytes: int
     most: float
 
@@ -230,24 +230,24 @@ def _memory(
 ) -> Iterator[tuple[str, dict[Strategy, _Fit]]]:
     """Yield each machine with the memory of each strategy."""
     basis = Basis.of_model(facts)
-    for machine, (cards, gib, _) in MACHINES.items():
+    for machine, (gpus, gib, _) in MACHINES.items():
         fits = {}
         for strategy in compared(base):
-            config = with_strategy(base, strategy, cards)
-            memory = MemoryModel(basis, slots=cards, limit_bytes=gib * GIB, on_device=True)
-            host = closed_form.estimate(facts, config, slots=cards, micro_batch=1).host
+            config = with_strategy(base, strategy, gpus)
+            memory = MemoryModel(basis, slots=gpus, limit_bytes=gib * GIB, on_device=True)
+            host = closed_form.estimate(facts, config, slots=gpus, micro_batch=1).host
             most = min(memory.largest(memory.shape(config, {})), float(LARGEST_MICRO_BATCH))
-            fits[strategy] = _Fit(needed_bytes(basis, config, cards), host, most)
+            fits[strategy] = _Fit(needed_bytes(basis, config, gpus), host, most)
         yield machine, fits
 
 
 def _speed(
-    traced: Traced, card: Card, strategy: Strategy, cards: int, micro_batch: int
+    traced: Traced, gpu: GpuModel, strategy: Strategy, gpus: int, micro_batch: int
 ) -> dict[str, float]:
     """Return tokens/s over all GPUs without accumulation, with the ends of the interval."""
-    base = {**ds_config.drop_batch_sizes(traced.base), ds_config.BATCH_KEYS[0]: cards * micro_batch}
-    projector = Projector(replace(traced, base=base), card, None)
-    row = projector.row(strategy, cards, micro_batch)
+    base = {**ds_config.drop_batch_sizes(traced.base), ds_config.BATCH_KEYS[0]: gpus * micro_batch}
+    projector = Projector(replace(traced, base=base), gpu, None)
+    row = projector.row(strategy, gpus, micro_batch)
     if row is None:
         return {}
     tokens, (low, high) = SEQUENCE * row.samples_per_second, row.spread
@@ -255,11 +255,11 @@ def _speed(
     return {name: float(f"{number:.3g}") for name, number in ends.items()}
 
 
-def _command(path: Path, model: Model, cards: int, gib: int) -> str:
+def _command(path: Path, model: Model, gpus: int, gib: int) -> str:
     words = ["dsat", "estimate", "--model", str(path.relative_to(ROOT))]
     words += ["--seq-length", str(SEQUENCE), "--activation-checkpointing", "on"]
     words += ["--lora", model.lora] if model.lora else []
-    return shlex.join([*words, "--devices", str(cards), "--slot-memory", f"{gib}GiB"])
+    return shlex.join([*words, "--devices", str(gpus), "--slot-memory", f"{gib}GiB"])
 
 
 def write_tables(rows: Sequence[Row], folder: Path) -> None:
@@ -296,7 +296,7 @@ def _shown(row: Row) -> tuple[str, ...]:
         speed = f"{row.tokens_per_second:,.0f} ({row.low:,.0f} to {row.high:,.0f})"
     return (
         *(row.model, row.machine, row.strategy),
-        "-" if row.card_gib is None else f"{row.card_gib:.1f} GiB{host}",
+        "-" if row.gpu_gib is None else f"{row.gpu_gib:.1f} GiB{host}",
         str(row.largest_micro_batch),
         "-" if row.longest_sequence is None else f"{row.longest_sequence:,}",
         *(speed, row.status),

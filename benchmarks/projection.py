@@ -4,7 +4,7 @@
 
 Throughput is in tokens/s per GPU. Each model is simulated on a machine without a GPU.
 
-- `by the table`: predicted from the table of cards alone.
+- `by the table`: predicted from the table of GPUs alone.
 - `corrected`: predicted after a correction by the rows marked as fitted (at most a third) of the
   same software, as `dsat project --from RUN` does with a run of your own. Software without a fitted
   row is not corrected.
@@ -44,7 +44,7 @@ from dsat.projecting.options import ProjectSettings
 from dsat.projecting.speed import ProjectedSpeed
 from dsat.projecting.traced_work import Cluster, hardware_of
 from dsat.projecting.tracing import Traced, trace
-from dsat.search import cards
+from dsat.search import gpus
 from dsat.search.speed import Points
 from dsat.values.zero_strategy import NONE, Strategy
 
@@ -66,7 +66,7 @@ class Row:
         recompute: recomputed part of the activations: 0, 0.5 or 1.
         gas: micro steps of a step.
         tokens_per_second: per GPU.
-        network: Gbit/s per GPU between hosts; None means the value in the table of cards.
+        network: Gbit/s per GPU between hosts; None means the value in the table of GPUs.
         fitted: it was used to set constants.
         held_out: it was written down before its first prediction.
         threads: host threads of a rank; 0 for its share of the cores.
@@ -79,8 +79,8 @@ class Row:
     recompute: float
     stage: int
     offload: str
-    card: str
-    cards: int
+    gpu: str
+    gpus: int
     micro_batch: int
     gas: int
     tokens_per_second: float
@@ -124,7 +124,7 @@ def compare(rows: Sequence[Row], models: Mapping[str, Any]) -> list[Compared]:
     whole = _trace_all(rows, models)
     for row in rows:
         mine = [each for each in rows if each.fitted and each.stack == row.stack]
-        mine = [each for each in mine if each.card == row.card] or mine
+        mine = [each for each in mine if each.gpu == row.gpu] or mine
         parts = _parts(row, whole)
         by_table, corrected = (
             Rate.of(row, [statistics.fmean(ends) for ends in zip(*which, strict=True)])
@@ -137,8 +137,8 @@ def compare(rows: Sequence[Row], models: Mapping[str, Any]) -> list[Compared]:
 
 def _filled(row: Row, traced: Traced) -> float:
     """Return the predicted peak of memory, as a part of the GPU's memory."""
-    card = cards.find(row.card)
-    return traced.memory(row.strategy, row.cards, row.micro_batch, card)[0] / card.memory_bytes
+    gpu = gpus.find(row.gpu)
+    return traced.memory(row.strategy, row.gpus, row.micro_batch, gpu)[0] / gpu.memory_bytes
 
 
 Key = tuple[str, int, bool]
@@ -156,10 +156,10 @@ def _parts(row: Row, whole: Mapping[Key, Traced]) -> list[Traced]:
 def _both(
     row: Row, traced: Traced, whole: Mapping[Key, Traced], fitted: Sequence[Row]
 ) -> tuple[list[float], list[float]]:
-    """Return seconds with their interval, twice: by the table of cards, and corrected by
+    """Return seconds with their interval, twice: by the table of GPUs, and corrected by
     `fitted`."""
     strategies = list(dict.fromkeys(each.strategy for each in (row, *fitted)))
-    speed = ProjectedSpeed(hardware_of(cards.find(row.card)), strategies)
+    speed = ProjectedSpeed(hardware_of(gpus.find(row.gpu)), strategies)
     times = [speed.predict(_points(speed, row, traced))]
     if fitted:
         points, seconds = [], []
@@ -169,7 +169,7 @@ def _both(
             points += parts
             seconds += [other.seconds * each / statistics.fmean(alone) for each in alone]
         error = np.full(len(points), _PUBLISHED_SD)
-        measured_on = hardware_of(cards.find(fitted[0].card))
+        measured_on = hardware_of(gpus.find(fitted[0].gpu))
         speed = speed.calibrated(measured_on, Points.join(points), np.log(seconds), error)
     times.append(speed.predict(_points(speed, row, traced)))
     by_table, corrected = ([t.seconds, t.low_s, t.high_s] for t in times)
@@ -178,7 +178,7 @@ def _both(
 
 def _points(speed: ProjectedSpeed, row: Row, traced: Traced) -> Points:
     network = None if row.network is None else 1e9 / 8 * row.network
-    cluster = Cluster.of(cards.find(row.card), row.cards, network, row.threads)
+    cluster = Cluster.of(gpus.find(row.gpu), row.gpus, network, row.threads)
     work = traced.work(row.strategy, row.micro_batch, cluster)
     return speed.points(work, row.strategy, row.micro_batch, row.gas)
 
@@ -249,7 +249,7 @@ class Compared:
     Attributes:
         filled: predicted peak of memory, as a part of the GPU's memory.
         is_corrected: there are fitted rows of its stack.
-        by_table: projection by the table of cards alone.
+        by_table: projection by the table of GPUs alone.
         corrected: projection corrected by the fitted rows of its stack.
     """
 
@@ -266,7 +266,7 @@ class Compared:
         return [
             f"{row.source}{mark}",
             f"{row.model}, {row.seq} tokens",
-            f"{row.cards} x {row.card}",
+            f"{row.gpus} x {row.gpu}",
             row.strategy.label,
             f"{row.recompute:g}",
             f"{row.micro_batch} x {row.gas}",
@@ -279,7 +279,7 @@ class Compared:
 
 
 HEADINGS = (
-    *("source", "model", "cards", "strategy", "recomputed", "batch", "memory", "measured"),
+    *("source", "model", "gpus", "strategy", "recomputed", "batch", "memory", "measured"),
     *("by the table", "error", "corrected", "error", "in interval"),
 )
 
@@ -292,8 +292,8 @@ def ordered_pairs(found: Sequence[Compared]) -> tuple[int, int]:
     right = pairs = 0
     for one, other in combinations(found, 2):
         a, b = one.row, other.row
-        same = (a.source, a.model, a.seq, a.card, a.cards) == (
-            b.source, b.model, b.seq, b.card, b.cards
+        same = (a.source, a.model, a.seq, a.gpu, a.gpus) == (
+            b.source, b.model, b.seq, b.gpu, b.gpus
         )  # fmt: skip
         ratio = a.tokens_per_second / b.tokens_per_second
         if same and max(ratio, 1 / ratio) >= _APART:
@@ -311,7 +311,7 @@ def _verdict(found: Sequence[Compared]) -> list[str]:
     said = [f"{len(found)} rows, {sum(each.row.fitted for each in found)} of them fitted.", ""]
     for name, rows in groups.items():
         corrected = [each.corrected for each in rows if each.is_corrected]
-        said += _told(f"{name}, by the table of cards alone", [each.by_table for each in rows])
+        said += _told(f"{name}, by the table of GPUs alone", [each.by_table for each in rows])
         said += _told(f"{name}, corrected", corrected)
     right, pairs = ordered_pairs(found)
     return [

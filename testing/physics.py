@@ -32,8 +32,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsat.search import collectives
-from dsat.search.cards import Card
 from dsat.search.collectives import Network
+from dsat.search.gpus import GpuModel
 from dsat.space import deepspeed_settings
 from dsat.values.step_trace import ALL_GATHER, BACKWARD, FORWARD, STEP, Collectives
 
@@ -235,7 +235,7 @@ class Physics:
 
     def _seconds(self, group: Collectives) -> float:
         link, network = _OF_LINK * self.gpu.link, _OF_NETWORK * self.gpu.network
-        return Network(link, network, SLOTS_PER_HOST, Card.protocols).seconds(group)
+        return Network(link, network, SLOTS_PER_HOST, GpuModel.protocols).seconds(group)
 
     def _optimizer(self, zero: Mapping[str, Any]) -> float:
         stage, parameters = zero["stage"], self.model.parameters

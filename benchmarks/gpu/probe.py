@@ -26,7 +26,7 @@ matrix = torch.randn(SIZE, SIZE, device="cuda", dtype=torch.bfloat16)
 source = torch.empty(COUNT, dtype=torch.uint8, device="cuda")
 target, host = torch.empty_like(source), torch.empty(COUNT, dtype=torch.uint8, pin_memory=True)
 found = {
-    "card": torch.cuda.get_device_name(),
+    "gpu": torch.cuda.get_device_name(),
     "free, total by the driver (MiB)": [free, total],
     "bf16 products (TFLOP/s)": 2 * SIZE**3 / 1e12 / seconds(lambda: matrix @ matrix),
     "copies, both ways counted (GB/s)": 2 * COUNT / 1e9 / seconds(lambda: target.copy_(source)),

@@ -42,7 +42,7 @@ from dsat.projecting.options import ProjectSettings
 from dsat.projecting.projector import Projector, measured
 from dsat.projecting.tracing import trace
 from dsat.run.run import Run
-from dsat.search import cards
+from dsat.search import gpus
 from dsat.show import past_runs
 from dsat.show.memory import used_bytes
 from dsat.values.host_limits import available_bytes
@@ -52,7 +52,7 @@ _DSAT = (sys.executable, "-m", "dsat")
 _LAUNCHER = ("deepspeed", "--num_gpus", "1")
 _BRIEF = "--max-trials 3 --finals 0 --end-profile-step 4 --max-measured-steps 4".split()
 _SMI = ("nvidia-smi", "--format=csv,noheader,nounits")
-_CARD = "name,driver_version,memory.total,memory.used,compute_cap,clocks.max.sm,power.limit"
+_GPU = "name,driver_version,memory.total,memory.used,compute_cap,clocks.max.sm,power.limit"
 _LEAST_S = 8.0  # with less time, no further trial begins
 # Published by ArcticTraining: Llama-3.1-8B in ZeRO-3 with optimizer and parameters on the host.
 # By GPU: tokens, and GiB that the driver counted.
@@ -61,14 +61,14 @@ _PUBLISHED = {"H200": (65_000, 137.36), "80 GB": (32_000, 71.91)}
 
 def machine(step: Step) -> None:
     """Record GPU, driver, versions, and the output of `dsat doctor`."""
-    step.note("nvidia-smi", step.tool(*_SMI, f"--query-gpu={_CARD}"))
+    step.note("nvidia-smi", step.tool(*_SMI, f"--query-gpu={_GPU}"))
     step.note("nvcc", step.tool("nvcc", "--version")[-1:])
     step.note("host memory available (GiB)", gib(available_bytes()))
     status, said, _ = step.command([*_DSAT, "doctor"])
     step.note("dsat doctor", said)
     probe = [sys.executable, str(HERE / "probe.py"), *(["--short"] if step.short else [])]
     worked, rates, _ = step.command(probe)
-    step.note("card", rates.strip())
+    step.note("gpu", rates.strip())
     step.check("status", status == worked == 0, [status, worked])
 
 
@@ -140,10 +140,10 @@ def projection(step: Step) -> None:
     os.chdir(before / "work")
     command = ("python3", *json.loads(Path("command.json").read_text()))
     assert past.run.profile is not None
-    card = cards.find(past.run.profile.device_name)
-    with simulate(ProjectSettings(command=command, to=(1, card.name))) as model:
+    gpu = gpus.find(past.run.profile.device_name)
+    with simulate(ProjectSettings(command=command, to=(1, gpu.name))) as model:
         traced = trace(model, 1, lambda found: [each for each, *_ in measured(past, found)])
-    projector, errors = Projector(traced, card, None), []
+    projector, errors = Projector(traced, gpu, None), []
     for strategy, trial, metrics in measured(past, traced):
         if strategy in traced.traces:
             batch = trial.batch
@@ -151,7 +151,7 @@ def projection(step: Step) -> None:
             errors.append(1000 * time_s / metrics.latency - 1)
             told = f"{1000 * time_s:.1f} ms, measured {metrics.latency:.1f}: {errors[-1]:+.1%}"
             step.note(f"{trial.id} {trial.name}", told)
-    step.note(f"off from {card.name}, median and worst", median_and_worst(errors))
+    step.note(f"off from {gpu.name}, median and worst", median_and_worst(errors))
 
 
 def cost_of_measuring(step: Step) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from dsat.command import ds_config
 from dsat.command.experiment import Experiment, trial_hparams
-from dsat.run.strategies import make_space, rungs
+from dsat.run.strategies import fallbacks, make_space
 from dsat.space.overrides import GAS
 from dsat.space.plan import Plan
 from dsat.values.codec import Recorded
@@ -235,7 +235,7 @@ def _varied_ranges(plan: Plan) -> dict[str, Any]:
     The plots omit constants, and treat a nested configuration as a constant.
     """
     space = make_space(plan)
-    strategies = {of_config(plan.base_config), *space.strategies, *rungs(plan)}
+    strategies = {of_config(plan.base_config), *space.strategies, *fallbacks(plan)}
     allowed = space.micro_batches  # ascending, perhaps a million
     sizes = {plan.own_batch.micro_batch, *allowed[:1], *allowed[-1:]}
     listed = [values for branch in space.branches for key, values in branch.searched if key == GAS]

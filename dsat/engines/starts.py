@@ -126,18 +126,20 @@ class StartBuilder:
                 flags=trial.flags,
                 flag_leads=trial.flag_leads,
             )
-        plan = _Plan(self, start, shares, method, program, config, tuple(free_ports(3)))
+        prepared = _PreparedStart(
+            self, start, shares, method, program, config, tuple(free_ports(3))
+        )
         if start.is_own and start.meter is None:  # its ranks are only recorded
-            return plan.requests()
-        write_atomically(folder / SPEC_FILE, json.dumps(plan.spec().to_json(), indent=1) + "\n")
+            return prepared.requests()
+        write_atomically(folder / SPEC_FILE, json.dumps(prepared.spec().to_json(), indent=1) + "\n")
         if method is StartMethod.COMMAND and not start.is_own:
-            write_atomically(folder / CHANGES_FILE, json.dumps(plan.changes()))
-        write_atomically(folder / COMMAND_FILE, plan.command_text())
-        return plan.requests()
+            write_atomically(folder / CHANGES_FILE, json.dumps(prepared.changes()))
+        write_atomically(folder / COMMAND_FILE, prepared.command_text())
+        return prepared.requests()
 
 
 @dataclass
-class _Plan:
+class _PreparedStart:
     """Everything that one start of a trial's ranks needs.
 
     Attributes:

@@ -13,8 +13,8 @@ from dsat.command.ds_config import BATCH_KEYS
 from dsat.estimating.line import Line
 from dsat.memory import host
 from dsat.memory.facts import ModelFacts
-from dsat.search import cards
-from dsat.search.cards import Card
+from dsat.search import gpus
+from dsat.search.gpus import GpuModel
 from dsat.search.step_time import FACTORS, Job, Terms, hardware_of, work
 from dsat.values import format as fmt
 from dsat.values import parallelism
@@ -31,7 +31,7 @@ class Advice:
     """The advised strategy for a number of devices with the same memory.
 
     Attributes:
-        card: the GPU model whose speed is predicted; empty if speed is unknown. Then the strategy
+        gpu: the GPU model whose speed is predicted; empty if speed is unknown. Then the strategy
             is the first that practitioners try.
         needed: bytes that a device needs for a micro batch of 1.
         other: strategy for comparison: the fastest, if the advised one is only about as fast; else
@@ -42,7 +42,7 @@ class Advice:
 
     slots: int
     memory_bytes: int
-    card: str
+    gpu: str
     strategy: Strategy
     needed: int
     other: Strategy | None = None
@@ -54,11 +54,11 @@ class Advice:
 
     def __str__(self) -> str:
         size, needed = fmt.memory(self.memory_bytes), fmt.memory(self.needed)
-        if not self.card:
+        if not self.gpu:
             return (
                 f"{size}: {self.strategy.label} ({needed}), the first to try; its speed is unknown"
             )
-        text = f"{size} ({self.card}): {self.strategy.label} ({needed})"
+        text = f"{size} ({self.gpu}): {self.strategy.label} ({needed})"
         if self.other is None:
             return text
         if self.speedup < _CLOSE:
@@ -91,27 +91,27 @@ def _best(
     size: int,
     length: int | None,
 ) -> Advice:
-    first, card = fitting[0], _usual_card(size)
-    if card is None or length is None:
+    first, gpu = fitting[0], _usual_gpu(size)
+    if gpu is None or length is None:
         return Advice(first.slots, size, "", first.strategy, first.needed)
-    times = {line: _sample_s(facts, config, line, size, length, card) for line in fitting}
+    times = {line: _sample_s(facts, config, line, size, length, gpu) for line in fitting}
     fastest = min(fitting, key=times.__getitem__)
     best = next(line for line in fitting if times[line] <= _CLOSE * times[fastest])
-    advice = Advice(best.slots, size, card.name, best.strategy, best.needed)
+    advice = Advice(best.slots, size, gpu.name, best.strategy, best.needed)
     other = fastest if best is not fastest else first
     if other is best:
         return advice
     return replace(advice, other=other.strategy, speedup=times[other] / times[best])
 
 
-def _usual_card(size: int) -> Card | None:
+def _usual_gpu(size: int) -> GpuModel | None:
     """Return the fastest GPU model with about this memory; None if there is none."""
-    known = [c for c in cards.table().values() if abs(c.memory_bytes - size) < _SIZE_TOLERANCE]
-    return max(known, key=lambda card: card.peak(2), default=None)
+    known = [c for c in gpus.table().values() if abs(c.memory_bytes - size) < _SIZE_TOLERANCE]
+    return max(known, key=lambda gpu: gpu.peak(2), default=None)
 
 
 def _sample_s(
-    facts: ModelFacts, config: Mapping[str, Any], line: Line, size: int, length: int, card: Card
+    facts: ModelFacts, config: Mapping[str, Any], line: Line, size: int, length: int, gpu: GpuModel
 ) -> float:
     """Predict the seconds per sample, in steps of about equally many samples for all strategies."""
     given = (config.get(key) for key in BATCH_KEYS[1:])
@@ -127,7 +127,7 @@ def _sample_s(
         slots=line.slots,
         slots_per_host=host.PER_HOST if line.slots > host.PER_HOST else 0,
         parallelism=parallelism.of_config(config),
-        hardware=hardware_of(card, facts.param_bytes),
+        hardware=hardware_of(gpu, facts.param_bytes),
     )
     terms = Terms(
         job.hardware,

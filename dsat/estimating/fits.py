@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from dsat.command import ds_config
 from dsat.command.switches import CHECKPOINTING
 from dsat.errors import DsatError, UserInputError
-from dsat.estimating import edges, fewest_cards
+from dsat.estimating import edges, fewest_gpus
 from dsat.estimating.line import Line
 from dsat.estimating.options import EstimateSettings
 from dsat.estimating.tables import LineByLine, needs_simulation
@@ -39,7 +39,7 @@ class Fit:
 
     Attributes:
         dtype: type of the parameters; None if a script decides it.
-        slots, card_bytes: number of devices, and the memory of each.
+        slots, gpu_bytes: number of devices, and the memory of each.
         strategy, batch: from the user's configuration; without one, dsat's choice.
         chosen: changes that dsat makes besides choosing a strategy, so that the model fits.
         ways_out: remedies if no strategy fits; empty for the user's own configuration.
@@ -56,7 +56,7 @@ class Fit:
     name: str
     dtype: str | None
     slots: int
-    card_bytes: int
+    gpu_bytes: int
     strategy: Strategy
     batch: BatchTriple
     chosen: tuple[str, ...]
@@ -85,12 +85,12 @@ class Fit:
         with_what = f"{added}micro batch {self.batch.micro_batch}"
         text = [
             f"{self.name} {'fits' if self.fits else 'does not fit'} {self.slots} x "
-            f"{_size(self.card_bytes)}: {self.strategy.label}{in_type} with {with_what} "
+            f"{_size(self.gpu_bytes)}: {self.strategy.label}{in_type} with {with_what} "
             f"needs {fmt.memory(self.needed_bytes)} per GPU, plus 5 % to spare. The CUDA context "
             "and NCCL need additional memory.",
             *self._host(),
         ]
-        lacking = edges.missing(self.needed_bytes, self.card_bytes)
+        lacking = edges.missing(self.needed_bytes, self.gpu_bytes)
         if lacking > 0:
             text.append(f"It {edges.describe(lacking, self.saved_by_checkpointing)}.")
             if self.largest:
@@ -162,7 +162,7 @@ def fit(settings: EstimateSettings) -> Fit:
 def _devices(settings: EstimateSettings) -> EstimateSettings:
     """Return the settings for a table of only the devices of `settings.fits`."""
     assert settings.fits is not None
-    slots, card_bytes, host_memory = settings.fits
+    slots, gpu_bytes, host_memory = settings.fits
     if host_memory is None:
         host_memory = settings.host_memory
     elif settings.host_memory not in (None, host_memory):
@@ -173,14 +173,14 @@ def _devices(settings: EstimateSettings) -> EstimateSettings:
         settings,
         fits=None,
         slot_counts=(slots,),
-        slot_memories=(card_bytes,),
+        slot_memories=(gpu_bytes,),
         host_memory=host_memory,
     )
 
 
 def _check(model: SimulatedModel, devices: EstimateSettings, candidate: _Candidate) -> Fit:
     """Predict a configuration's memory by simulation or `--formula`, and compare it."""
-    [slots], [card_bytes] = devices.slot_counts, devices.slot_memories
+    [slots], [gpu_bytes] = devices.slot_counts, devices.slot_memories
     batch = ds_config.resolve_batch(model.config, slots, where="--fits")
     config = {**ds_config.drop_batch_sizes(candidate.config), ds_config.BATCH_KEYS[2]: batch.gas}
     switches = {CHECKPOINTING: True} if _CHECKPOINTS in candidate.added else {}
@@ -194,7 +194,7 @@ def _check(model: SimulatedModel, devices: EstimateSettings, candidate: _Candida
             raise SimulationUnavailable(estimate)
         peak, anchors = estimate.peak, [Anchor(config, batch.micro_batch, estimate)]
     basis = Basis.of_model(facts, anchors)
-    memory = MemoryModel(basis, slots=slots, limit_bytes=card_bytes, on_device=True)
+    memory = MemoryModel(basis, slots=slots, limit_bytes=gpu_bytes, on_device=True)
     shape, saved = memory.shape(config, {}), 0
     fits = memory.fits(shape, batch.micro_batch)
     may_recompute = devices.has_own and devices.activation_checkpointing != "on"
@@ -206,7 +206,7 @@ def _check(model: SimulatedModel, devices: EstimateSettings, candidate: _Candida
         name=model.name,
         dtype=model.dtype,
         slots=slots,
-        card_bytes=card_bytes,
+        gpu_bytes=gpu_bytes,
         strategy=of_config(config),
         batch=batch,
         chosen=candidate.added,
@@ -259,13 +259,13 @@ def _lacking(line: Line, devices: EstimateSettings) -> int:
 
 def _ways_out(model: SimulatedModel, devices: EstimateSettings) -> tuple[str, ...]:
     """Return remedies for a model that no strategy fits."""
-    [slots], [card_bytes] = devices.slot_counts, devices.slot_memories
+    [slots], [gpu_bytes] = devices.slot_counts, devices.slot_memories
     is_off = devices.activation_checkpointing == "off"
     switches = {} if is_off else {CHECKPOINTING: True}
     config = _unpinned(model.config)
     basis = Basis.of_model(model.simulator.facts(config, switches))
-    found = fewest_cards.fewest(basis, config, devices.host_memory, sizes=(card_bytes,))
-    enough = min((choice.cards for choice in found if choice.cards > slots), default=None)
+    found = fewest_gpus.fewest(basis, config, devices.host_memory, sizes=(gpu_bytes,))
+    enough = min((choice.gpus for choice in found if choice.gpus > slots), default=None)
     larger = "more or larger GPUs" if found else "larger GPUs"
     ways = [larger if enough is None else f"at least {enough} such GPUs"]
     if is_off:
@@ -273,7 +273,7 @@ def _ways_out(model: SimulatedModel, devices: EstimateSettings) -> tuple[str, ..
     table = LineByLine(replace(model, config=config), devices, switches)
     # A device needs as much with offloading to NVMe, which DeepSpeed supports in stage 3 only.
     of_stage_3 = [each for each in table.lines() if each.strategy.stage == 3]
-    if any(s.strategy.offloads and edges.missing(s.needed, card_bytes) <= 0 for s in of_stage_3):
+    if any(s.strategy.offloads and edges.missing(s.needed, gpu_bytes) <= 0 for s in of_stage_3):
         ways.append('offloading to NVMe ("device": "nvme" in --ds-config)')
     if devices.lora is None and _fits_with(replace(devices, lora=_LORA)):
         wanted = ",".join(f"{key}={value}" for key, value in _LORA.items())

@@ -6,15 +6,15 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dsat.options import MEMORY_SIZE, NUMBER_OF_CARDS, WORD, Kind, memory_size, option
+from dsat.options import MEMORY_SIZE, NUMBER_OF_GPUS, WORD, Kind, memory_size, option
 from dsat.prepare.target import ModelSettings
-from dsat.search import cards
+from dsat.search import gpus
 
 _GIB = 2**30
 _COUNT = re.compile(r"([^a-z]*)x", re.IGNORECASE)  # of `8x80GiB`
 
 
-def _cards(value: str) -> tuple[int, int, int | None]:
+def _gpus(value: str) -> tuple[int, int, int | None]:
     """Parse `8x80GiB/1TiB` or `8xH100` into number of devices, bytes of each, and bytes of a host.
 
     The number is 1 by default; the host is None if it is not given.
@@ -22,21 +22,21 @@ def _cards(value: str) -> tuple[int, int, int | None]:
     devices, slash, host = WORD.read(value).partition("/")
     counted = _COUNT.match(devices)
     size = (devices[counted.end() :] if counted else devices).strip()
-    card = None if "," in size else cards.named(size)
+    gpu = None if "," in size else gpus.named(size)
     try:
-        memory_bytes = memory_size(size) if card is None else card.memory_bytes
+        memory_bytes = memory_size(size) if gpu is None else gpu.memory_bytes
     except ValueError as error:
         if size[:1].isdigit():
             raise
-        raise ValueError(f"{error}; GPUs known by name: {', '.join(cards.table())}") from None
+        raise ValueError(f"{error}; GPUs known by name: {', '.join(gpus.table())}") from None
     return (
-        NUMBER_OF_CARDS.read(counted[1].strip()) if counted else 1,
+        NUMBER_OF_GPUS.read(counted[1].strip()) if counted else 1,
         memory_bytes,
         memory_size(host) if slash else None,
     )
 
 
-CARDS = Kind(_cards, metavar="NxSIZE/HOST")
+GPUS = Kind(_gpus, metavar="NxSIZE/HOST")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class EstimateSettings(ModelSettings):
     slot_counts: tuple[int, ...] = option(
         "--devices",
         old=("--slots",),
-        kind=NUMBER_OF_CARDS,
+        kind=NUMBER_OF_GPUS,
         many=True,
         default=(1, 8, 64, 512),
         help="numbers of devices (default: 1 8 64 512)",
@@ -86,7 +86,7 @@ class EstimateSettings(ModelSettings):
     fits: tuple[int, int, int | None] | None = option(
         "--fits",
         excludes=("--devices", "--slot-memory"),
-        kind=CARDS,
+        kind=GPUS,
         once=True,
         shell_only=True,
         help="in place of the tables: does your own configuration fit these devices and their "

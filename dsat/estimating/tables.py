@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsat.command.switches import CHECKPOINTING
-from dsat.estimating import edges, fewest_cards
+from dsat.estimating import edges, fewest_gpus
 from dsat.estimating.advice import Advice, advise
 from dsat.estimating.edges import Edge
-from dsat.estimating.fewest_cards import Choice
+from dsat.estimating.fewest_gpus import Choice
 from dsat.estimating.line import Line
 from dsat.estimating.options import EstimateSettings
 from dsat.memory import closed_form, host
@@ -41,7 +41,7 @@ class Estimate:
         lines: one for every strategy and number of devices.
         advice: the strategy to use, for each number of devices and memory of a device.
         edges: strategies that nearly fit.
-        cards: the fewest GPUs of each usual memory size.
+        gpus: the fewest GPUs of each usual memory size.
         sequence_length: tokens of a sample; None if samples are not sequences.
         dtype: type of the parameters; None if a script decides it.
     """
@@ -51,7 +51,7 @@ class Estimate:
     lines: Sequence[Line]
     advice: Sequence[Advice]
     edges: Sequence[Edge]
-    cards: Sequence[Choice]
+    gpus: Sequence[Choice]
     sequence_length: int | None
     dtype: str | None
 
@@ -69,7 +69,7 @@ class Estimate:
             "lines": [line.to_json() for line in self.lines],
             "advice": [each.to_json() for each in self.advice],
             "edges": [each.to_json() for each in self.edges],
-            "cards": [choice.to_json() for choice in self.cards],
+            "gpus": [choice.to_json() for choice in self.gpus],
         }
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ class Estimate:
             "The fewest GPUs of each size, with 5 % free:",
             "",
         ]
-        return "\n".join([*text, *fewest_cards.table(self.cards)])
+        return "\n".join([*text, *fewest_gpus.table(self.gpus)])
 
 
 class LineByLine:
@@ -213,11 +213,11 @@ class LineByLine:
     def estimate(self) -> Estimate:
         """Return the current tables with advice, edges and fewest GPUs."""
         config, lines = self._model.config, self.lines()
-        cards = fewest_cards.fewest(self._basis, config, self._settings.host_memory)
+        gpus = fewest_gpus.fewest(self._basis, config, self._settings.host_memory)
         advice = advise(self._facts, config, lines, self._length)
         near = self._edges(lines)
         name, dtype = self._model.name, self._model.dtype
-        return Estimate(name, self._facts, lines, advice, near, cards, self._length, dtype)
+        return Estimate(name, self._facts, lines, advice, near, gpus, self._length, dtype)
 
     def fastest_first(self) -> Iterator[Strategy]:
         """Yield the strategies that fit the first number of devices, in order of advice."""

@@ -10,10 +10,10 @@ from dsat.space.overrides import overrides_for, strategy_settings
 from dsat.values import parallelism
 from dsat.values.parallelism import DATA_ONLY, Parallelism
 from dsat.values.trial import BatchTriple
-from dsat.values.zero_strategy import LADDER, NVME, Strategy
+from dsat.values.zero_strategy import NVME, USUAL_ORDER, Strategy
 
 # A device needs the same memory whether state is offloaded to NVMe or to the host.
-COMPARED = tuple(s for s in LADDER if NVME not in (s.offload_optimizer, s.offload_param))
+COMPARED = tuple(s for s in USUAL_ORDER if NVME not in (s.offload_optimizer, s.offload_param))
 
 
 def compared(config: Mapping[str, Any]) -> list[Strategy]:

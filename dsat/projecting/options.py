@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from dsat.options import (
     AMOUNT,
-    NUMBER_OF_CARDS,
+    NUMBER_OF_GPUS,
     PATH,
     POSITIVE_NUMBER,
     WORD,
@@ -20,15 +20,15 @@ from dsat.options import (
 from dsat.prepare.target import ModelSettings
 
 
-def _cards_of_kind(value: str) -> tuple[int, str]:
+def _gpus_of_model(value: str) -> tuple[int, str]:
     """Parse `64xH100` into number and model of the GPUs."""
     found = re.fullmatch(r"\s*([\d.+-]+)\s*[xX]\s*([^,;+]+)", WORD.read(value))
     if found is None:
         raise ValueError(f"invalid GPUs {value!r}: write, for example, 64xH100")
-    return NUMBER_OF_CARDS.read(found[1]), found[2].strip()
+    return NUMBER_OF_GPUS.read(found[1]), found[2].strip()
 
 
-CARDS_OF_KIND = Kind(_cards_of_kind, metavar="NxCARD")
+GPUS_OF_MODEL = Kind(_gpus_of_model, metavar="NxGPU")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class ProjectSettings(ModelSettings):
     summary: ClassVar[str] = "predict throughput, scaling, time and cost on N GPUs of a named model"
     to: tuple[int, str] = option(
         "--to",
-        kind=CARDS_OF_KIND,
+        kind=GPUS_OF_MODEL,
         once=True,
         default="8xH100",
         help="number and model of the GPUs, such as 64xH100 or 8xA100-40GB",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsat.projecting.speed import StepTime
-from dsat.search.cards import Card
+from dsat.search.gpus import GpuModel
 from dsat.values import format as fmt
 from dsat.values.table import Table
 from dsat.values.zero_strategy import Strategy
@@ -58,7 +58,7 @@ class Row:
         low, high = self.spread
         return {
             "strategy": self.strategy.name,
-            "cards": self.slots,
+            "gpus": self.slots,
             "micro_batch": self.micro_batch,
             "gradient_accumulation_steps": self.gas,
             "train_batch_size": self.global_batch,
@@ -94,7 +94,7 @@ class Projection:
     """
 
     name: str
-    card: Card
+    gpu: GpuModel
     count: int
     network_bandwidth: float
     parameters: int
@@ -121,7 +121,7 @@ class Projection:
         values = {
             "days": seconds / _DAY_S,
             "days_interval_90": [seconds / high / _DAY_S, seconds / low / _DAY_S],
-            "card_hours": hours,
+            "gpu_hours": hours,
         }
         if self.price is None:
             return values
@@ -137,9 +137,9 @@ class Projection:
 
         return {
             "name": self.name,
-            "card": self.card.name,
-            "cards": self.count,
-            "cards_per_host": self.card.per_host,
+            "gpu": self.gpu.name,
+            "gpus": self.count,
+            "gpus_per_host": self.gpu.per_host,
             "network_gbit": self.network_bandwidth * 8e-9,
             "parameters": self.parameters,
             "trained_parameters": self.trained,
@@ -167,12 +167,12 @@ def _asked(shown: Projection) -> tuple[Row, ...]:
 
 def summary(shown: Projection) -> str:
     """Return a line on the model and the GPUs, with time and cost, or that nothing fits."""
-    card, gpus = shown.card, fmt.count(shown.count, "GPU")
+    gpu, gpus = shown.gpu, fmt.count(shown.count, "GPU")
     trained = f" ({shown.trained:,} trained)" if shown.trained < shown.parameters else ""
     in_type = f" in {shown.dtype}" if shown.dtype else ""
     text = [
-        f"{shown.name}: {shown.parameters:,} parameters{trained}{in_type} on {card.name}, "
-        f"{card.per_host} per host, {shown.network_bandwidth * 8e-9:.0f} usable Gbit/s per GPU "
+        f"{shown.name}: {shown.parameters:,} parameters{trained}{in_type} on {gpu.name}, "
+        f"{gpu.per_host} per host, {shown.network_bandwidth * 8e-9:.0f} usable Gbit/s per GPU "
         "between hosts."
     ]
     if asked := _asked(shown):
@@ -243,7 +243,7 @@ def _training(shown: Projection, row: Row) -> list[str]:
         )
     return [
         f"{_tokens(shown.tokens)} tokens take {time} {unit} ({low} to {high})"
-        f" on {fmt.count(shown.count, 'GPU')}: {_number(training['card_hours'])} GPU-hours{cost}."
+        f" on {fmt.count(shown.count, 'GPU')}: {_number(training['gpu_hours'])} GPU-hours{cost}."
     ]
 
 

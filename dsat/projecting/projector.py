@@ -1,7 +1,7 @@
 """`dsat project`: predict the speed and memory of a training on GPUs of a named model.
 
 One simulated step of each strategy gives its kernels and collectives. Their seconds follow from the
-table of GPUs (`dsat.search.cards`) and the search's physical model (`dsat.search.step_time`).
+table of GPUs (`dsat.search.gpus`) and the search's physical model (`dsat.search.step_time`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from dsat.projecting.projection import Projection, Row
 from dsat.projecting.speed import ProjectedSpeed, StepTime
 from dsat.projecting.traced_work import Cluster, hardware_of
 from dsat.projecting.tracing import SIZES, Traced, trace, worthwhile
-from dsat.search import cards
-from dsat.search.cards import Card
+from dsat.search import gpus
+from dsat.search.gpus import GpuModel
 from dsat.search.speed import Points
 from dsat.show import past_runs
 from dsat.show.past_runs import PastRun
@@ -52,13 +52,14 @@ def project(settings: ProjectSettings) -> Projection:
         DsatError: the script or every strategy cannot be simulated, or the journal is damaged.
     """
     past = None if settings.from_run is None else past_runs.load(settings.from_run)
+    measured_on = None if past is None else gpu_of(past)
     count, name = settings.to
-    card = cards.find(name)
+    gpu = gpus.find(name)
 
     def choose(traced: Traced) -> list[Strategy]:
         _check_slots(traced, count)
         measured_ones = [] if past is None else [each for each, *_ in measured(past, traced)]
-        return [*measured_ones, *worthwhile(traced, card, count, always=settings.has_own)]
+        return [*measured_ones, *worthwhile(traced, gpu, count, always=settings.has_own)]
 
     with simulate(settings) as model:
         trials = [] if past is None else past.run.trials.values()
@@ -68,10 +69,24 @@ def project(settings: ProjectSettings) -> Projection:
         model = replace(model, config={**others, **sizes})
         traced = trace(model, count, choose, accumulates=accumulates)
     network = None if settings.network is None else 1e9 / 8 * settings.network
-    projector = Projector(traced, card, network)
-    if past is not None:
-        projector.calibrate(past)
+    projector = Projector(traced, gpu, network)
+    if past is not None and measured_on is not None:
+        projector.calibrate(past, measured_on)
     return replace(projector.projection(model.name, settings), dtype=model.dtype)
+
+
+def gpu_of(past: PastRun) -> GpuModel:
+    """Return the GPU model that a run was measured on.
+
+    Raises:
+        UserInputError: it was measured on CPU cores, or on an unknown GPU.
+    """
+    run, machine = past.run, str(past.run.info.get("machine", ""))
+    if "CPU core" in machine or "cpu slot" in machine:  # "cpu slot" in runs of the last release
+        problem = "was measured on CPU cores, so it cannot correct predictions for GPUs"
+        raise UserInputError(problem, where=str(past.folder))
+    device = (run.profile.device_name if run.profile else "") or machine
+    return gpus.of_device(device) or gpus.find(device)
 
 
 def _batch_sizes(settings: ProjectSettings, config: Mapping[str, Any]) -> dict[str, int]:
@@ -160,29 +175,23 @@ def measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metri
 class Projector:
     """Predictor of the speed of one traced model on GPUs of one kind."""
 
-    def __init__(self, traced: Traced, card: Card, network: float | None) -> None:
-        self._traced, self._card, self._network = traced, card, network
-        hardware = hardware_of(card)
+    def __init__(self, traced: Traced, gpu: GpuModel, network: float | None) -> None:
+        self._traced, self._gpu, self._network = traced, gpu, network
+        hardware = hardware_of(gpu)
         self.speed = ProjectedSpeed(hardware, list(traced.traces))
         self._calibrated_by = 0
 
-    def calibrate(self, past: PastRun) -> None:
-        """Correct all predictions by the trials of a run of the same model.
+    def calibrate(self, past: PastRun, gpu: GpuModel) -> None:
+        """Correct all predictions by the trials of a run of the same model on a GPU model.
 
         Raises:
             UserInputError: the run is of another model, or none of its trials can be used.
         """
-        run, traced = past.run, self._traced
-        slots, machine = run.plan.slots_per_trial, str(run.info.get("machine", ""))
-        if "CPU core" in machine or "cpu slot" in machine:  # "cpu slot" in runs of the last release
-            problem = "was measured on CPU cores, so it cannot correct predictions for GPUs"
-            raise UserInputError(problem, where=str(past.folder))
-        device = (run.profile.device_name if run.profile else "") or machine
-        card = cards.of_device(device) or cards.find(device)
-        network = card.network_bandwidth
-        if self._network is not None and card == self._card:  # --network is also that of the run
+        run, traced, slots = past.run, self._traced, past.run.plan.slots_per_trial
+        network = gpu.network_bandwidth
+        if self._network is not None and gpu == self._gpu:  # --network is also that of the run
             network = self._network
-        cluster = Cluster(card, slots, run.plan.slots_per_host or slots, network)
+        cluster = Cluster(gpu, slots, run.plan.slots_per_host or slots, network)
         points, log_s, errors = [], [], []
         for strategy, trial, metrics in measured(past, traced):
             if strategy in traced.traces:
@@ -198,7 +207,7 @@ class Projector:
                 hint="Name another run, or leave out --from.",
             )
         self.speed = self.speed.calibrated(
-            hardware_of(card), Points.join(points), np.array(log_s), np.array(errors)
+            hardware_of(gpu), Points.join(points), np.array(log_s), np.array(errors)
         )
         self._calibrated_by = len(points)
 
@@ -211,7 +220,7 @@ class Projector:
         best = {n: self._best(n) for n in sizes}
         return Projection(
             name=title,
-            card=self._card,
+            gpu=self._gpu,
             count=count,
             network_bandwidth=self._cluster(count).network_bandwidth,
             parameters=traced.facts.num_params,
@@ -255,10 +264,10 @@ class Projector:
             return None
         if not ds_config.secondary_divides(traced.base, slots, strategy.stage):
             return None
-        memory_bytes, fits = traced.memory(strategy, slots, micro_batch, self._card)
+        memory_bytes, fits = traced.memory(strategy, slots, micro_batch, self._gpu)
         time = self.step_time(strategy, slots, micro_batch, gas)
         samples = parallelism.data(slots) * micro_batch * gas / time.seconds
-        peak = self._card.peak(traced.model.itemsize)
+        peak = self._gpu.peak(traced.model.itemsize)
         return Row(
             strategy=strategy,
             slots=slots,
@@ -277,4 +286,4 @@ class Projector:
         return self.speed.predict(self.speed.points(work, strategy, micro_batch, gas))
 
     def _cluster(self, slots: int) -> Cluster:
-        return Cluster.of(self._card, slots, self._network)
+        return Cluster.of(self._gpu, slots, self._network)

@@ -20,7 +20,7 @@ from dsat.values.zero_strategy import Strategy
 
 # Standard deviations of a step's logarithmic time that the learned factors do not explain: of each
 # configuration, of the difference between two strategies, and between two kinds of GPUs.
-_SD, _STRATEGY_SD, _OTHER_CARD_SD = 0.05, 0.03, 0.10
+_SD, _STRATEGY_SD, _OTHER_GPU_SD = 0.05, 0.03, 0.10
 _NORMAL_90 = 1.645
 # Columns of `step_time` that make up each part of a step; the rest is kernels and launches.
 _PARTS = {
@@ -61,7 +61,7 @@ class ProjectedSpeed:
         effects = np.full(len(self._strategies), _STRATEGY_SD)
         self._prior = Prior(hardware, effects, PRIORS, _SD, growth_sd=0.0)
         self._posterior = Posterior.before(self._prior)
-        self._card_sd = 0.0
+        self._gpu_sd = 0.0
 
     def calibrated(
         self, measured_on: Hardware, points: Points, log_s: Array, error: Array
@@ -82,7 +82,7 @@ class ProjectedSpeed:
         posterior = fit(there, points, log_s, error)
         here = replace(posterior.measured, prior=replace(there, hardware=hardware))
         found._posterior = replace(posterior, measured=here)
-        found._card_sd = _OTHER_CARD_SD if measured_on != hardware else 0.0
+        found._gpu_sd = _OTHER_GPU_SD if measured_on != hardware else 0.0
         return found
 
     def points(self, work: Array, strategy: Strategy, micro_batch: int, gas: int) -> Points:
@@ -98,7 +98,7 @@ class ProjectedSpeed:
     def predict(self, points: Points) -> StepTime:
         """Predict the step of one configuration."""
         mean, sd = self._posterior.predict(points)
-        spread = math.exp(_NORMAL_90 * math.hypot(float(sd[0]), self._card_sd))
+        spread = math.exp(_NORMAL_90 * math.hypot(float(sd[0]), self._gpu_sd))
         seconds = math.exp(mean[0])
         return StepTime(seconds, seconds / spread, seconds * spread, self._parts(points, seconds))
 

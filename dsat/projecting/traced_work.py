@@ -18,8 +18,8 @@ from importlib.metadata import version
 import numpy as np
 
 from dsat.search import step_time
-from dsat.search.cards import MEMORY_PART, Card
 from dsat.search.collectives import ALL_TO_ALL, Network, columns
+from dsat.search.gpus import MEMORY_PART, GpuModel
 from dsat.search.normal import Array
 from dsat.search.step_time import COLUMNS, GROUP_LAUNCHES, Hardware
 from dsat.values import hazards
@@ -72,7 +72,7 @@ class Cluster:
         threads: threads of a rank; 0 for its share of the host's cores, as in offloading trials.
     """
 
-    card: Card
+    gpu: GpuModel
     slots: int
     per_host: int
     network_bandwidth: float
@@ -80,31 +80,31 @@ class Cluster:
 
     @classmethod
     def of(
-        cls, card: Card, slots: int, network_bandwidth: float | None = None, threads: int = 0
+        cls, gpu: GpuModel, slots: int, network_bandwidth: float | None = None, threads: int = 0
     ) -> Cluster:
         """Return a cluster of usual hosts; by default with their usual network."""
-        network = card.network_bandwidth if network_bandwidth is None else network_bandwidth
-        return cls(card, slots, card.per_host, network, threads)
+        network = gpu.network_bandwidth if network_bandwidth is None else network_bandwidth
+        return cls(gpu, slots, gpu.per_host, network, threads)
 
     @property
     def host_bandwidth(self) -> float:
         """Bytes/s of a rank's optimizer on the host, limited by its threads and memory share."""
-        card, ranks = self.card, min(self.slots, self.per_host)
-        usual = max(1, card.per_host * card.host_cores // ranks)
-        memory = card.per_host * card.host_bandwidth * _HOST_PART / ranks
+        gpu, ranks = self.gpu, min(self.slots, self.per_host)
+        usual = max(1, gpu.per_host * gpu.host_cores // ranks)
+        memory = gpu.per_host * gpu.host_bandwidth * _HOST_PART / ranks
         return min((self.threads or usual) * _THREAD_BANDWIDTH, memory)
 
     @property
     def network(self) -> Network:
         """The links among the cluster's GPUs."""
-        card = self.card
-        return Network(card.link_bandwidth, self.network_bandwidth, self.per_host, card.protocols)
+        gpu = self.gpu
+        return Network(gpu.link_bandwidth, self.network_bandwidth, self.per_host, gpu.protocols)
 
 
-def hardware_of(card: Card) -> Hardware:
+def hardware_of(gpu: GpuModel) -> Hardware:
     """Return a GPU's speed for traced work: launches in `_UNIT_S`, host optimizer in seconds."""
     return replace(
-        step_time.hardware_of(card, 2),
+        step_time.hardware_of(gpu, 2),
         host_memory_bandwidth=1.0,
         launch_s=_UNIT_S,
         filling=0.0,
@@ -157,13 +157,13 @@ def work_of(
         stage: ZeRO stage.
         parallelism: division of samples, and so of the model's kernels, among slots.
     """
-    card, hardware, shared = cluster.card, hardware_of(cluster.card), parallelism.shared
+    gpu, hardware, shared = cluster.gpu, hardware_of(cluster.gpu), parallelism.shared
     collectives = _at(trace, micro_batch, parallelism)
     kernels = [
         replace(k, flops=k.flops / shared, bytes=k.bytes / shared) for k in model.at(micro_batch)
     ]
-    compute = {p: _seconds(kernels, p, COMPUTE_KINDS, card) for p in _PASSES}
-    memory = {p: _seconds(kernels, p, (MEMORY,), card) for p in _PASSES}
+    compute = {p: _seconds(kernels, p, COMPUTE_KINDS, gpu) for p in _PASSES}
+    memory = {p: _seconds(kernels, p, (MEMORY,), gpu) for p in _PASSES}
     total_s = sum(compute.values()) + sum(memory.values())
     every = any(not k.last for k in trace.kernels)  # micro steps before the last were traced too
     if not every:
@@ -179,11 +179,11 @@ def work_of(
         "forward": (compute[FORWARD] + memory[FORWARD]) / total_s if total_s else 1 / 3,
         "weights": sum(memory.values()) * hardware.memory_bandwidth,
         "copies": _added_bytes(trace, model, last=not every),
-        "launches": model.small.launches(_PASSES) * card.launch_s / _UNIT_S,
+        "launches": model.small.launches(_PASSES) * gpu.launch_s / _UNIT_S,
         "hooks": hooks_s / _UNIT_S,
         **columns(collectives, cluster.network),
         "optimizer": trace.bytes_of(MEMORY, (STEP,)) + once[MEMORY],
-        "groups": trace.launches((STEP,)) * card.launch_s / (GROUP_LAUNCHES * _UNIT_S),
+        "groups": trace.launches((STEP,)) * gpu.launch_s / (GROUP_LAUNCHES * _UNIT_S),
         "transferred": trace.bytes_of(TRANSFER, _PASSES, last=not every)
         + trace.bytes_of(HOST, _PASSES, last=not every) * pcie_for_host,
         "transferred_last": trace.bytes_of(TRANSFER, (STEP,)) + once[TRANSFER],
@@ -209,19 +209,21 @@ def _pair_s(stage: int) -> float:
     return sum(fault.pair_s for fault in faults if stage in fault.stages)
 
 
-def _seconds(kernels: Iterable[Kernels], phase: str, kinds: Collection[str], card: Card) -> float:
+def _seconds(
+    kernels: Iterable[Kernels], phase: str, kinds: Collection[str], gpu: GpuModel
+) -> float:
     """Return the seconds of a phase's kernels of some kinds."""
     chosen = (k for k in kernels if k.phase == phase and k.kind in kinds)
-    return sum(k.count * _kernel_s(k, card) for k in chosen)
+    return sum(k.count * _kernel_s(k, gpu) for k in chosen)
 
 
-def _kernel_s(kernel: Kernels, card: Card) -> float:
-    moved = kernel.bytes / (card.memory_bandwidth * MEMORY_PART)
+def _kernel_s(kernel: Kernels, gpu: GpuModel) -> float:
+    moved = kernel.bytes / (gpu.memory_bandwidth * MEMORY_PART)
     if kernel.kind == MEMORY:
-        return max(moved, card.kernel_s)
-    part = card.attention if kernel.kind == ATTENTION else card.matmul
-    computed = kernel.flops / (card.peak(kernel.itemsize) * part)
-    return max(computed, moved) + card.kernel_s
+        return max(moved, gpu.kernel_s)
+    part = gpu.attention if kernel.kind == ATTENTION else gpu.matmul
+    computed = kernel.flops / (gpu.peak(kernel.itemsize) * part)
+    return max(computed, moved) + gpu.kernel_s
 
 
 def _once(trace: StepTrace, kind: str) -> float:

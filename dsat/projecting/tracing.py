@@ -18,7 +18,7 @@ from dsat.memory.predictor import Anchor, Basis, MemoryModel
 from dsat.memory.strategies import compared, with_strategy
 from dsat.prepare.simulated_model import SimulatedModel
 from dsat.projecting.traced_work import Cluster, scaled, work_of
-from dsat.search.cards import Card
+from dsat.search.gpus import GpuModel
 from dsat.search.normal import Array
 from dsat.simulation.protocol import Question
 from dsat.values import slow
@@ -128,11 +128,11 @@ class Traced:
         return Basis.of_model(self.facts, (anchor for _, anchor in self.traces.values()))
 
     def memory(
-        self, strategy: Strategy, slots: int, micro_batch: int, card: Card
+        self, strategy: Strategy, slots: int, micro_batch: int, gpu: GpuModel
     ) -> tuple[int, bool]:
         """Return the predicted peak of a GPU in bytes, and whether it and 5 % more fit."""
         gas = {ds_config.BATCH_KEYS[2]: max(1, self.gas(slots, micro_batch))}
-        model = MemoryModel(self._basis, slots=slots, limit_bytes=card.memory_bytes, on_device=True)
+        model = MemoryModel(self._basis, slots=slots, limit_bytes=gpu.memory_bytes, on_device=True)
         shape = model.shape({**self.config(strategy, slots), **gas}, {})
         return model.predicted_bytes(shape, micro_batch), model.fits(shape, micro_batch)
 
@@ -190,7 +190,7 @@ def trace(
     return replace(found, traces=traces, failures=failures)
 
 
-def worthwhile(found: Traced, card: Card, count: int, *, always: bool) -> list[Strategy]:
+def worthwhile(found: Traced, gpu: GpuModel, count: int, *, always: bool) -> list[Strategy]:
     """Return the strategies that fit some number of GPUs, by formula; the user's own first.
 
     Strategies with offloading are slower: they are included only if no other fits `count` GPUs.
@@ -200,11 +200,11 @@ def worthwhile(found: Traced, card: Card, count: int, *, always: bool) -> list[S
         always: whether to include the user's own strategy even if it fits no number of GPUs.
     """
 
-    def fits(rung: Strategy, sizes: Sequence[int]) -> bool:
-        return any(found.memory(rung, slots, 1, card)[1] for slots in sizes)
+    def fits(each: Strategy, sizes: Sequence[int]) -> bool:
+        return any(found.memory(each, slots, 1, gpu)[1] for slots in sizes)
 
-    rungs = [rung for rung in compared(found.base) if fits(rung, SIZES)]
-    plain = [rung for rung in rungs if not rung.offloads]
-    chosen = plain if any(fits(rung, [count]) for rung in plain) else rungs
+    fitting = [each for each in compared(found.base) if fits(each, SIZES)]
+    plain = [each for each in fitting if not each.offloads]
+    chosen = plain if any(fits(each, [count]) for each in plain) else fitting
     own = [found.own] if always or fits(found.own, SIZES) or not chosen else []
     return list(dict.fromkeys([*own, *chosen]))

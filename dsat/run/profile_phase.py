@@ -37,7 +37,7 @@ class ProfilePhase:
         self.failure: str | None = None
         self._keeps_micro_batch = False  # in the search; see `strategies.keeps_micro_batch`
         self._plan, self._run = plan, run
-        self._is_on_ladder = False
+        self._is_fallback = False
         self._last_error: str | None = None  # of the last trial; None unless it was an ERROR
         self._tried: set[int] = set()  # micro batches that failed in this strategy
         # Replacements for the user's strategy, which DeepSpeed refused or which did not fit.
@@ -45,13 +45,13 @@ class ProfilePhase:
         self._next_micro_batch: int | None = None  # of the next profile trial
 
     @cached_property
-    def _ladder(self) -> list[Strategy]:
-        """The strategies that were not tried yet."""
-        return list(strategies.rungs(self._plan))
+    def _fallbacks(self) -> list[Strategy]:
+        """The fallback strategies that were not tried yet."""
+        return list(strategies.fallbacks(self._plan))
 
     @cached_property
     def _divisions(self) -> list[Parallelism]:
-        """The parallelisms, which are tried one by one if no rung fits."""
+        """The parallelisms, which are tried one by one if no fallback fits."""
         return strategies.divisions(self._plan)
 
     @property
@@ -132,11 +132,11 @@ class ProfilePhase:
         if failed and not again and not {smallest, own} <= self._tried:
             self._next_micro_batch = own if smallest in self._tried else smallest
             return
-        fails_on_ladder = failed and self._is_on_ladder and not again
-        if (outcome.kind.is_out_of_memory or fails_on_ladder) and self._ladder:
-            rung = self._ladder.pop(0)
-            others = [s for s in self._ladder if s.offload_optimizer != NVME]
-            self._strategies, self._is_on_ladder = [rung, *others], True
+        fallback_failed = failed and self._is_fallback and not again
+        if (outcome.kind.is_out_of_memory or fallback_failed) and self._fallbacks:
+            strategy = self._fallbacks.pop(0)
+            others = [s for s in self._fallbacks if s.offload_optimizer != NVME]
+            self._strategies, self._is_fallback = [strategy, *others], True
             self._begin_again()
         elif outcome.kind.is_out_of_memory and len(self._divisions) > 1:
             self._divisions.pop(0)

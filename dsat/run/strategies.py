@@ -21,7 +21,7 @@ from dsat.space.space import Space
 from dsat.values.outcome import ModelProfile, Outcome, ScriptSwitch
 from dsat.values.parallelism import Parallelism
 from dsat.values.trial import BatchTriple
-from dsat.values.zero_strategy import LADDER, NONE, NVME, Strategy, of_config
+from dsat.values.zero_strategy import NONE, NVME, USUAL_ORDER, Strategy, of_config
 
 # Facts of a made-up model that is large compared to any bucket, to order strategies by memory.
 _SOME_MODEL = ModelFacts(
@@ -42,15 +42,15 @@ def searched(plan: Plan) -> tuple[Strategy, ...]:
     """
     strategies = [of_config(plan.base_config, stage) for stage in plan.searched_stages]
     if any(section in plan.tune for section in SECTIONS):
-        strategies += [s for s in LADDER if _may_use(plan, s) and _offloads_as_asked(plan, s)]
+        strategies += [s for s in USUAL_ORDER if _may_use(plan, s) and _offloads_as_asked(plan, s)]
     return tuple(dict.fromkeys(strategies))
 
 
-def rungs(plan: Plan) -> tuple[Strategy, ...]:
+def fallbacks(plan: Plan) -> tuple[Strategy, ...]:
     """Return the strategies to try in turn if the user's own does not fit."""
     least = _needed_bytes(plan, of_config(plan.base_config))
     found = []
-    for strategy in LADDER:
+    for strategy in USUAL_ORDER:
         if not _may_use(plan, strategy):
             continue
         needed = _needed_bytes(plan, strategy)

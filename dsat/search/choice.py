@@ -134,7 +134,7 @@ class Chooser:
             score = candidates.gain + _CAUTION * candidates.log_runs
             if first.any():  # simultaneous first trials use different strategies
                 score = np.where(first, score, -np.inf)
-        elif first.any() and np.any(better := self._find_urgent(candidates, worth, first)):
+        elif first.any() and np.any(better := self._find_preferred(candidates, worth, first)):
             score = np.where(better, worth, -np.inf)
         elif first.any():
             score = candidates.gain - _FAILURE * (1 - np.exp(candidates.log_runs))
@@ -162,7 +162,7 @@ class Chooser:
             if branch not in ran and not strategy.offloads and attempts[branch] < _RETRIES
         }
 
-    def _find_urgent(self, candidates: Candidates, worth: Array, first: Array) -> Array:
+    def _find_preferred(self, candidates: Candidates, worth: Array, first: Array) -> Array:
         """Return which candidates promise more than all first trials that are due.
 
         Only those count that would take too long after these first trials.

@@ -55,7 +55,7 @@ class Network:
         link_bandwidth: bytes/s of a large collective inside a host.
         network_bandwidth: bytes/s of a rank to other hosts.
         per_host: ranks per host.
-        protocols: as in `Card`; the fastest one is used.
+        protocols: as in `GpuModel`; the fastest one is used.
     """
 
     link_bandwidth: float

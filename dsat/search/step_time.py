@@ -28,9 +28,9 @@ import numpy as np
 
 from dsat.command.ds_config import AUTO, fill_in_sizes
 from dsat.command.switches import CHECKPOINTING, EVERY_SECOND, is_switch
-from dsat.search import cards, collectives
-from dsat.search.cards import Card
+from dsat.search import collectives, gpus
 from dsat.search.collectives import Network, Protocol
+from dsat.search.gpus import GpuModel
 from dsat.search.normal import Array
 from dsat.space.deepspeed_settings import HPZ, defaults
 from dsat.values.outcome import ModelProfile
@@ -49,7 +49,7 @@ class Hardware:
         memory_bandwidth: bytes/s of the slot's memory.
         link_bandwidth: bytes/s of a collective inside a host.
         network_bandwidth: bytes/s of a slot to other hosts.
-        protocols: protocols of collectives, as in `Card`.
+        protocols: protocols of collectives, as in `GpuModel`.
         pcie_bandwidth: bytes/s between the slot and its host.
         host_memory_bandwidth: bytes/s of the host's memory, per slot.
         launch_s: seconds that the host takes to launch the kernels of a micro step.
@@ -62,7 +62,7 @@ class Hardware:
     memory_bandwidth: float = 1.6e12
     link_bandwidth: float = 230e9
     network_bandwidth: float = 22e9
-    protocols: tuple[Protocol, ...] = Card.protocols
+    protocols: tuple[Protocol, ...] = GpuModel.protocols
     pcie_bandwidth: float = 25e9
     host_memory_bandwidth: float = 25e9
     launch_s: float = 5e-3
@@ -133,9 +133,9 @@ class Job:
     @classmethod
     def of_profile(cls, profile: ModelProfile, *, slots: int, slots_per_host: int = 0) -> Job:
         """Return the job of a profiled model on its GPU, on the default GPU, or on `CPU_CORE`."""
-        card = cards.of_device(profile.device_name)
-        if card is not None:
-            hardware = hardware_of(card, profile.param_bytes)
+        gpu = gpus.of_device(profile.device_name)
+        if gpu is not None:
+            hardware = hardware_of(gpu, profile.param_bytes)
         else:
             hardware = Hardware() if profile.host_memory_bytes else CPU_CORE
         return cls(
@@ -151,15 +151,15 @@ class Job:
         )
 
 
-def hardware_of(card: Card, itemsize: int) -> Hardware:
+def hardware_of(gpu: GpuModel, itemsize: int) -> Hardware:
     """Return the speed of a GPU in a usual host, for elements of `itemsize` bytes."""
     return Hardware(
-        flops=card.peak(itemsize) * card.matmul,
-        memory_bandwidth=card.memory_bandwidth * cards.MEMORY_PART,
-        link_bandwidth=card.link_bandwidth,
-        network_bandwidth=card.network_bandwidth,
-        protocols=card.protocols,
-        pcie_bandwidth=card.pcie_bandwidth,
+        flops=gpu.peak(itemsize) * gpu.matmul,
+        memory_bandwidth=gpu.memory_bandwidth * gpus.MEMORY_PART,
+        link_bandwidth=gpu.link_bandwidth,
+        network_bandwidth=gpu.network_bandwidth,
+        protocols=gpu.protocols,
+        pcie_bandwidth=gpu.pcie_bandwidth,
     )
 
 

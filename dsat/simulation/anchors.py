@@ -77,7 +77,7 @@ def of_run(
                         say=say,
                     )
                     variants.append(own)
-                    variants += _of_levers(
+                    variants += _variants_of_switches(
                         simulator, configs[0], switches, searched_switches(plan, profile.switches)
                     )
             except SimulationUnavailable as error:
@@ -137,7 +137,7 @@ def _is_plenty(plan: Plan, profile: ModelProfile, configs: Sequence[Mapping[str,
     return largest > _PLENTY * most and most <= FARTHEST * plan.own_batch.micro_batch
 
 
-def _of_levers(
+def _variants_of_switches(
     simulator: Simulator,
     config: Mapping[str, Any],
     script_args: Mapping[str, Any],

@@ -9,7 +9,7 @@ from typing import Any
 
 from dsat.prepare.hosts import describe
 from dsat.run.journal import MemoryJournal
-from dsat.run.strategies import make_space, rungs
+from dsat.run.strategies import fallbacks, make_space
 from dsat.run.tuner import Tuner
 from dsat.space.plan import Plan
 from dsat.tuning.preparation import Prepared
@@ -25,9 +25,9 @@ def describe_plan(ready: Prepared) -> Iterator[str]:
     fixed = [key for key in plan.fixed if key not in plan.fix]
     if fixed:
         yield f"set by your configuration, so not searched: {', '.join(fixed)}"
-    ladder = "; ".join(strategy.label for strategy in rungs(plan))
-    if ladder:
-        yield f"if your configuration runs out of memory, dsat tries: {ladder}"
+    others = "; ".join(strategy.label for strategy in fallbacks(plan))
+    if others:
+        yield f"if your configuration runs out of memory, dsat tries: {others}"
     own, groups = plan.own_batch, plan.parallelism().groups(plan.slots_per_trial)
     yield (
         f"your global batch: {own.train_batch_size} = micro batch {own.micro_batch} x gradient "

@@ -61,7 +61,7 @@ class Strategy:
 
 
 # Practitioners try strategies in this order until one fits in memory.
-LADDER = (
+USUAL_ORDER = (
     Strategy(0),
     Strategy(1),
     Strategy(2),

@@ -32,5 +32,5 @@ def test_the_rows_are_predicted_the_same_today(name: str, monkeypatch: pytest.Mo
     before = [row for row in gallery.known() if row.model == name]
     for row, known in zip(gallery.predicted(name, gallery.MODELS[name]), before, strict=True):
         assert (row.machine, row.strategy, row.fits) == (known.machine, known.strategy, known.fits)
-        assert row.card_gib == pytest.approx(known.card_gib, rel=0.002, abs=0.01)
+        assert row.gpu_gib == pytest.approx(known.gpu_gib, rel=0.002, abs=0.01)
         assert row.largest_micro_batch == pytest.approx(known.largest_micro_batch, rel=0.004)

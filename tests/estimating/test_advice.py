@@ -42,9 +42,9 @@ def advice(
     return advise(facts, BF16, lines, length)
 
 
-def test_offloading_is_not_advised_where_stage_3_fits_cards_with_fast_links() -> None:
+def test_offloading_is_not_advised_where_stage_3_fits_gpus_with_fast_links() -> None:
     [found] = advice(32, 80 * GIB, {STAGE_2: 0, OFFLOADED: 2, STAGE_3: 16})
-    assert (found.card, found.strategy, found.other) == ("H100", STAGE_3, OFFLOADED)
+    assert (found.gpu, found.strategy, found.other) == ("H100", STAGE_3, OFFLOADED)
     assert found.speedup > 1.5 and "as fast as stage 2, optimizer on cpu" in str(found)
 
 
@@ -57,9 +57,9 @@ def test_of_strategies_that_are_about_as_fast_the_usual_first_is_advised() -> No
 
 def test_without_a_known_speed_the_usual_order_decides() -> None:
     largest = {STAGE_2: 0, OFFLOADED: 2, STAGE_3: 16}
-    [unknown_card] = advice(32, 60 * GIB, largest)
+    [unknown_gpu] = advice(32, 60 * GIB, largest)
     [no_tokens] = advice(32, 80 * GIB, largest, length=None)
-    for found in (unknown_card, no_tokens):
-        assert (found.card, found.strategy, found.other) == ("", OFFLOADED, None)
+    for found in (unknown_gpu, no_tokens):
+        assert (found.gpu, found.strategy, found.other) == ("", OFFLOADED, None)
         assert "speed is unknown" in str(found)
     assert advice(1, 80 * GIB, {STAGE_2: 0, STAGE_3: 0}) == [], "where nothing fits"

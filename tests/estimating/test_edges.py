@@ -8,12 +8,12 @@ from dsat.memory.estimate import MemoryEstimate
 from dsat.values.zero_strategy import CPU, Strategy
 
 GIB = 2**30
-CARD = 24 * GIB
+GPU = 24 * GIB
 
 
 def line(strategy: Strategy, needed_gib: int) -> Line:
     needed = needed_gib * GIB
-    most = {CARD: int(1.05 * needed <= CARD)}
+    most = {GPU: int(1.05 * needed <= GPU)}
     return Line(strategy, 1, MemoryEstimate(0, 0, needed, 0, 0, 0), needed, 0, 0, most, {})
 
 

@@ -16,7 +16,7 @@ from dsat.memory.estimate import CLOSED_FORM, SIMULATED
 from dsat.memory.strategies import with_strategy
 from dsat.prepare.simulated_model import SimulatedModel
 from dsat.simulation.client import Simulator
-from dsat.values.zero_strategy import LADDER, Strategy, of_config
+from dsat.values.zero_strategy import USUAL_ORDER, Strategy, of_config
 from testing.simulation_host import MIB, FakeSimulationHost, by_formula, facts_of, failing_in
 
 GIB = 2**30
@@ -171,7 +171,7 @@ def test_lines_are_marked_until_they_are_simulated() -> None:
         del answers
         after = tables.estimate()
     asked = [of_config(r["config"]) for r in host.asked if not r["activations_only"]]
-    names = [strategy.name for strategy in LADDER]
+    names = [strategy.name for strategy in USUAL_ORDER]
     assert abs(names.index(asked[0].name) - names.index(advised.name)) <= 1
     sources = [line.estimate.source for line in after.lines]
     assert sources.count(SIMULATED) == 1

@@ -8,7 +8,7 @@ import pytest
 
 from dsat.projecting.projection import Projection, Row, comparison, summary
 from dsat.projecting.speed import StepTime
-from dsat.search import cards
+from dsat.search import gpus
 from dsat.values.zero_strategy import Strategy
 
 NAMES = ("kernels", "communication", "copies")
@@ -37,10 +37,10 @@ def test_what_a_training_takes_has_three_digits_whatever_it_is(
 ) -> None:
     time = StepTime(1.0, 1 / 1.1, 1.1, {"kernels": 1.0})
     row = Row(Strategy(1), 10, 10, 1, time, 2**30, True, 100.0, 0.4)
-    card = cards.find("H100")
+    gpu = gpus.find("H100")
     shown = Projection(
         "tiny",
-        card,
+        gpu,
         10,
         1e9,
         10**6,
@@ -57,7 +57,7 @@ def test_what_a_training_takes_has_three_digits_whatever_it_is(
 
 
 def test_one_gpu_is_not_plural() -> None:
-    shown = Projection("m", cards.find("H100"), 1, 1e9, 10**9, 10**6, 512, "off", (), {}, {})
+    shown = Projection("m", gpus.find("H100"), 1, 1e9, 10**9, 10**6, 512, "off", (), {}, {})
     assert "fits 1 GPU." in summary(shown) and "(1,000,000 trained)" in summary(shown)
 
 
@@ -68,8 +68,8 @@ def test_the_fastest_strategy_has_a_reason() -> None:
         step_s = sum(seconds)
         time = StepTime(step_s, 0.1, 2.0, dict(zip(NAMES, seconds, strict=True)))
         rows.append(Row(Strategy(stage), 8, 4, 2, time, 1, True, 64 / step_s, 0.4))
-    card = cards.find("H100")
-    shown = Projection("m", card, 8, 1e9, 10**6, 10**6, 512, "off", (), {8: tuple(rows)}, {})
+    gpu = gpus.find("H100")
+    shown = Projection("m", gpu, 8, 1e9, 10**6, 10**6, 512, "off", (), {8: tuple(rows)}, {})
     same, why = comparison(shown)
     assert "global batch of 64 samples of 512 tokens" in same and "checkpointing off" in same
     default = comparison(replace(shown, batch_is_default=True))[0]

@@ -23,7 +23,7 @@ from dsat.projecting import projector
 from dsat.projecting.options import ProjectSettings
 from dsat.projecting.projector import Projector
 from dsat.projecting.tracing import Traced, trace
-from dsat.search import cards
+from dsat.search import gpus
 from dsat.show import past_runs
 from dsat.simulation.protocol import Question
 from dsat.values.step_trace import (
@@ -129,10 +129,10 @@ def test_only_runs_of_the_same_model_correct_a_projection() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "card"),
+    ("device", "gpu"),
     [("NVIDIA A100-SXM4-80GB", "A100-80GB"), ("NVIDIA H100 96GB HBM3", "H100")],
 )
-def test_the_network_of_a_run_on_the_same_cards_is_counted_once(device: str, card: str) -> None:
+def test_the_network_of_a_run_on_the_same_gpus_is_counted_once(device: str, gpu: str) -> None:
     """The measured times of trials on two hosts already include their slow network."""
     past = past_runs.load(Path(testing.__file__).parent / "recorded_run")
     run, network = past.run, 1e9
@@ -159,7 +159,7 @@ def test_the_network_of_a_run_on_the_same_cards_is_counted_once(device: str, car
     anchor = Anchor(run.plan.base_config, 1, MemoryEstimate(0, 0, 0, 0), 16)
     model = ModelTrace(passes(256), passes(512))
     traced = Traced(run.plan.base_config, facts, model, {own: (step, anchor)}, {}, 128)
-    there = Projector(traced, cards.find(card), network)
+    there = Projector(traced, gpus.find(gpu), network)
     for ds_config, rows in ((None, False), (Path("ds.json"), True)):  # the user's, or none
         asked_for = ProjectSettings(model="config.json", ds_config=ds_config)
         assert bool(there.projection("", asked_for).own) == rows
@@ -170,7 +170,7 @@ def test_the_network_of_a_run_on_the_same_cards_is_counted_once(device: str, car
             s = there.step_time(own, 16, asked.micro_batch, asked.gas).seconds
             metrics = replace(outcome.metrics, latency=1000 * s, ci95=0.01)
             run.outcomes[trial] = replace(outcome, metrics=metrics)
-    there.calibrate(past)
+    there.calibrate(past, projector.gpu_of(past))
     after = there.step_time(own, 16, 4, 1)
     assert after.seconds == pytest.approx(before.seconds, rel=0.1)
     assert after.parts["communication"] == pytest.approx(before.parts["communication"], rel=0.1)
@@ -215,7 +215,7 @@ def test_stage_3_is_projected_only_to_gpus_that_groups_with_a_copy_divide() -> N
     anchor = Anchor(base, 1, MemoryEstimate(1, 1, 1, 1), 16)
     traces = {Strategy(stage): (step, anchor) for stage in (2, 3)}
     traced = Traced(base, facts, model, traces, {}, 128)
-    shown = Projector(traced, cards.find("H100"), None)
+    shown = Projector(traced, gpus.find("H100"), None)
     assert shown.row(Strategy(3), 12, 1) is None
     assert None not in (shown.row(Strategy(2), 12, 1), shown.row(Strategy(3), 16, 1))
     with pytest.raises(UserInputError, match="8 does not divide the 12 devices"):

@@ -10,7 +10,7 @@ import pytest
 
 from dsat.projecting.speed import ProjectedSpeed, StepTime
 from dsat.projecting.traced_work import PRIORS, Cluster, hardware_of, scaled, work_of
-from dsat.search import cards
+from dsat.search import gpus
 from dsat.search.speed import Points
 from dsat.search.step_time import COLUMNS
 from dsat.values.parallelism import Parallelism
@@ -30,7 +30,7 @@ from dsat.values.step_trace import (
 )
 from dsat.values.zero_strategy import Strategy
 
-A100 = cards.find("A100-80GB")
+A100 = gpus.find("A100-80GB")
 PARAMS, TOKENS = 1e9, 2048
 USUAL = math.exp(PRIORS["compute"][0])  # factor over the roofline's time
 STAGE_3 = Strategy(3)
@@ -74,7 +74,7 @@ def test_kernels_at_any_micro_batch_follow_from_two() -> None:
     assert [k.bytes for k in MODEL.at(3)] == pytest.approx([k.bytes for k in passes(3).kernels])
 
 
-def test_a_step_of_matrix_products_takes_its_flops_over_what_the_card_reaches() -> None:
+def test_a_step_of_matrix_products_takes_its_flops_over_what_the_gpu_reaches() -> None:
     reached = A100.peak(2) * A100.matmul / USUAL
     alone = time_of(step(), 1, micro_batch=16)
     assert alone.parts["kernels"] == pytest.approx(6 * PARAMS * TOKENS * 16 / reached, rel=0.01)
@@ -115,7 +115,7 @@ def test_a_ring_is_as_fast_as_its_slowest_link(ranks: int, stride: int, bandwidt
 
 
 @pytest.mark.parametrize(("ranks", "there"), [(8, 0), (16, 8), (64, 56)])
-def test_each_card_sends_its_parts_of_an_all_to_all_itself(ranks: int, there: int) -> None:
+def test_each_gpu_sends_its_parts_of_an_all_to_all_itself(ranks: int, there: int) -> None:
     once = Collectives(FORWARD, True, "alltoall_base_", ranks, 1, False, 1e12, 1)
     moved = Cluster.of(A100, ranks).network.seconds(once)
     here_s = 7 / ranks * 1e12 / A100.link_bandwidth
@@ -199,8 +199,8 @@ def test_trials_correct_the_projection_and_narrow_it() -> None:
     before, after = speed.predict(asked), fitted.predict(asked)
     assert after.seconds == pytest.approx(1.3 * before.seconds, rel=0.05)
     assert after.high_s / after.low_s < before.high_s / before.low_s
-    # The same trials say less of a card with the same peak and other links.
-    elsewhere = ProjectedSpeed(hardware_of(cards.find("A800")), [STAGE_3]).calibrated(
+    # The same trials say less of a GPU with the same peak and other links.
+    elsewhere = ProjectedSpeed(hardware_of(gpus.find("A800")), [STAGE_3]).calibrated(
         hardware_of(A100), Points.join(points), np.array(log_s), np.full(3, 0.01)
     )
     assert elsewhere.predict(asked).high_s > after.high_s

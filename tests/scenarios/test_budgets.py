@@ -272,7 +272,7 @@ def test_without_predictions_more_trials_are_lost(tmp_path: Path) -> None:
     assert lost["formula"] < lost["none"]
 
 
-def test_a_smaller_card_may_be_imitated(user: User) -> None:
+def test_a_smaller_gpu_may_be_imitated(user: User) -> None:
     told = user.tunes("--max-trials", 12, "--slot-memory", "12GiB")
     check_result(user, told)
     assert all(row["predicted_bytes"] <= 12 * GIB for row in of_kind(told, "search"))

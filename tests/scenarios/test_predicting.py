@@ -125,14 +125,14 @@ def test_an_optimizer_that_deepspeed_has_for_no_cpu_is_simulated(user: User) -> 
 @pytest.mark.slow
 @pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize(
-    ("cards", "fits"), [("1x16GiB/1GiB", True), ("1x50MiB", False), ("1x16GiB/1MiB", False)]
+    ("gpus", "fits"), [("1x16GiB/1GiB", True), ("1x50MiB", False), ("1x16GiB/1MiB", False)]
 )
-def test_a_job_is_guarded_by_the_exit_status(user: User, cards: str, fits: bool) -> None:
+def test_a_job_is_guarded_by_the_exit_status(user: User, gpus: str, fits: bool) -> None:
     (user.folder / "own.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
-    words = ("--ds-config", "own.json", "--fits", cards, "--seq-length", 128)
+    words = ("--ds-config", "own.json", "--fits", gpus, "--seq-length", 128)
     told = estimate(user, TINY, *words, status=0 if fits else 1)
     assert told.json["fits"] is fits
-    enough = told.json["needed_bytes"] < told.json["card_bytes"]
+    enough = told.json["needed_bytes"] < told.json["gpu_bytes"]
     limit = told.json["host_limit"]
     assert (enough and (limit is None or told.json["host_bytes"] < limit)) is fits
 
@@ -144,10 +144,10 @@ def test_a_gpu_has_its_memory_by_name(user: User) -> None:
     (user.folder / "own.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
     words = ("--ds-config", "own.json", "--seq-length", 128)
     told = estimate(user, TINY, *words, "--fits", "8xH100/1TiB")
-    assert (told.json["slots"], told.json["card_bytes"]) == (8, 80 * GIB)
+    assert (told.json["slots"], told.json["gpu_bytes"]) == (8, 80 * GIB)
     assert told.json["host_limit"] == 1024 * GIB
     other = estimate(user, TINY, *words, "--fits", "2Xrtx-4090", "--formula")
-    assert (other.json["slots"], other.json["card_bytes"]) == (2, 24 * GIB)
+    assert (other.json["slots"], other.json["gpu_bytes"]) == (2, 24 * GIB)
     formula = estimate(user, TINY, *words, "--fits", "8xH100/1TiB", "--formula")
     assert formula.json["fits"] and "simulating" not in formula.err
     assert formula.json["needed_bytes"] == pytest.approx(told.json["needed_bytes"], rel=0.1)
@@ -162,7 +162,7 @@ def test_a_gpu_has_its_memory_by_name(user: User) -> None:
         (("1x24GiB/1TiB", "--host-memory", "2TiB"), "--host-memory"),
     ],
 )
-def test_cards_that_cannot_be_read_are_no_answer(
+def test_gpus_that_cannot_be_read_are_no_answer(
     user: User, words: tuple[str, ...], said: str
 ) -> None:
     assert said in estimate(user, TINY, "--fits", *words, status=2).err
@@ -191,7 +191,7 @@ def test_a_model_without_a_configuration_is_checked_in_a_strategy_that_fits(user
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.usefixtures("imported")
-def test_as_many_cards_as_are_said_to_be_enough_are(user: User) -> None:
+def test_as_many_gpus_as_are_said_to_be_enough_are(user: User) -> None:
     words = ("--seq-length", 2048, "--formula", "--fits")
     told = estimate(user, LLAMA_7B, *words, "1x6GiB", status=1)
     enough = int(told.json["ways_out"][0].removeprefix("at least ").split()[0])
@@ -203,27 +203,27 @@ def test_as_many_cards_as_are_said_to_be_enough_are(user: User) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize(
-    ("cards", "chosen"),
+    ("gpus", "chosen"),
     [("1x16GiB", []), ("1x150MiB", ["activation checkpointing"])],
 )
-def test_what_dsat_adds_to_fit_is_named(user: User, cards: str, chosen: list[str]) -> None:
+def test_what_dsat_adds_to_fit_is_named(user: User, gpus: str, chosen: list[str]) -> None:
     """Without a user's configuration, dsat chooses a strategy and whatever else is needed."""
     model = {**TINY, "num_hidden_layers": 4, "max_position_embeddings": 2048}
-    told = estimate(user, model, "--seq-length", 2048, "--fits", cards)
+    told = estimate(user, model, "--seq-length", 2048, "--fits", gpus)
     assert told.json["fits"] and told.json["chosen"] == chosen
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize(
-    ("cards", "strategy", "chosen"),
+    ("gpus", "strategy", "chosen"),
     [("4x2000MiB", "z1", ["activation checkpointing"]), ("2x2000MiB", "z2_offload", [])],
 )
 def test_activations_are_recomputed_before_anything_is_offloaded(
-    user: User, cards: str, strategy: str, chosen: list[str]
+    user: User, gpus: str, strategy: str, chosen: list[str]
 ) -> None:
     model = {**TINY, **MIDDLE, "max_position_embeddings": 2048}
-    told = estimate(user, model, "--seq-length", 1536, "--formula", "--fits", cards)
+    told = estimate(user, model, "--seq-length", 1536, "--formula", "--fits", gpus)
     assert told.json["fits"]
     assert (told.json["strategy"], told.json["chosen"]) == (strategy, chosen)
 
@@ -242,7 +242,7 @@ def test_if_the_simulation_refuses_what_the_formula_chose_the_next_is_tried(user
 @pytest.mark.slow
 @pytest.mark.usefixtures("imported")
 @pytest.mark.parametrize(
-    ("cards", "more", "ways"),
+    ("gpus", "more", "ways"),
     [
         ("1x60MiB", (), ["Use larger GPUs, or training only adapters (--lora"]),
         ("2x2MiB", (), ["Use larger GPUs."]),
@@ -251,9 +251,9 @@ def test_if_the_simulation_refuses_what_the_formula_chose_the_next_is_tried(user
     ],
 )
 def test_if_no_strategy_fits_the_ways_out_are_named(
-    user: User, cards: str, more: tuple[str, ...], ways: list[str]
+    user: User, gpus: str, more: tuple[str, ...], ways: list[str]
 ) -> None:
-    words = ("--fits", cards, "--seq-length", 128, "--formula", *more)
+    words = ("--fits", gpus, "--seq-length", 128, "--formula", *more)
     told = estimate(user, TINY, *words, status=1)
     assert not told.json["fits"]
     assert ("activation checkpointing" in told.json["chosen"]) is not bool(more)
@@ -322,7 +322,7 @@ def test_a_projection_has_the_batch_that_the_user_gives(
     words = ("--model", "config.json", "--ds-config", "ds.json", "--seq-length", 128, "--json")
     told = user.types("project", *words, *options)
     assert told.status == 0, told.err
-    own = next(row for row in told.json["own"] if row["cards"] == 8)
+    own = next(row for row in told.json["own"] if row["gpus"] == 8)
     assert (own["train_batch_size"], own["micro_batch"]) == batch[:2]
     assert own["gradient_accumulation_steps"] == batch[2]
     assert {row["train_batch_size"] for row in told.json["best"]["8"]} == {batch[0]}
@@ -330,7 +330,7 @@ def test_a_projection_has_the_batch_that_the_user_gives(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("imported")
-def test_a_model_is_projected_to_other_cards(user: User) -> None:
+def test_a_model_is_projected_to_other_gpus(user: User) -> None:
     path = Path(user.folder / "config.json")
     path.write_text(json.dumps(TINY), encoding="utf-8")
     told = user.types(
@@ -339,7 +339,7 @@ def test_a_model_is_projected_to_other_cards(user: User) -> None:
         *("--tokens", "1B", "--price", 2, "--network", 100, "--json"),
     )
     assert told.status == 0, told.err
-    assert (told.json["cards"], told.json["card"], told.json["not_simulated"]) == (
+    assert (told.json["gpus"], told.json["gpu"], told.json["not_simulated"]) == (
         *(16, "A100-40GB"),
         {},
     )
@@ -348,11 +348,14 @@ def test_a_model_is_projected_to_other_cards(user: User) -> None:
         low, high = rows[0]["interval_90"]
         assert 0 < low < rows[0]["samples_per_second"] < high
         assert sum(rows[0]["parts_s"].values()) == pytest.approx(rows[0]["step_s"])
-        hours = 1e9 / (128 * rows[0]["samples_per_second"]) / 3600 * rows[0]["cards"]
-        assert rows[0]["training"]["card_hours"] == pytest.approx(hours, rel=0.01)
+        hours = 1e9 / (128 * rows[0]["samples_per_second"]) / 3600 * rows[0]["gpus"]
+        assert rows[0]["training"]["gpu_hours"] == pytest.approx(hours, rel=0.01)
         assert rows[0]["training"]["cost"] == pytest.approx(2 * hours, rel=0.01)
     rates = [rows[0]["samples_per_second"] for rows in told.json["best"].values()]
-    assert max(rates) > rates[0], "more cards share the same batch"
+    assert max(rates) > rates[0], "more GPUs share the same batch"
     user.tunes("--max-trials", 4, "--finals", 0, method="random")
     other = user.types("project", "--model", "config.json", "--from-run", "run")
     assert other.status == 2 and "another model" in other.err
+    recorded = Path(dsat.__file__).parents[1] / "testing" / "recorded_run"
+    on_cores = user.types("project", "--model", "config.json", "--from-run", recorded)
+    assert on_cores.status == 2 and "was measured on CPU cores" in on_cores.err

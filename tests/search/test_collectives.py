@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from dsat.search.cards import Card
 from dsat.search.collectives import Network, of_step
+from dsat.search.gpus import GpuModel
 from dsat.simulation.client import Simulator
 from dsat.simulation.protocol import Question
 from dsat.space.deepspeed_settings import defaults
@@ -20,7 +20,7 @@ from testing.allocator import configuration
 from testing.local import PATIENCE_S, engine_of
 
 GB_S = 1e9
-NCCL = Network(200 * GB_S, 20 * GB_S, 8, Card.protocols)
+NCCL = Network(200 * GB_S, 20 * GB_S, 8, GpuModel.protocols)
 PARAMS, ITEMSIZE, RANKS = 7_000_000_000, 2, 16
 NOTHING_STAYS = {
     "stage3_param_persistence_threshold": 0,
@@ -79,7 +79,7 @@ def test_a_ring_or_a_tree_by_latency_and_bandwidth(ranks: int, size: int) -> Non
     hosts = math.ceil(ranks / 8)
     bandwidth = min(200 * GB_S, (math.inf if hosts == 1 else 8) * 20 * GB_S)
     expected = []
-    for part, hop_s, host_hop_s in Card.protocols:
+    for part, hop_s, host_hop_s in GpuModel.protocols:
         ring = (ranks - hosts) * hop_s + (hosts - 1) * host_hop_s
         tree = (min(ranks, 8) - 1) * hop_s + math.ceil(math.log2(hosts)) * host_hop_s
         latency = 2 * (min(ring, tree) if hosts > 1 else ring)

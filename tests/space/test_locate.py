@@ -72,7 +72,7 @@ def test_every_point_is_found_again(name: str) -> None:
     ("config", "roomy_bucket", "change", "exact"),
     [
         ({}, None, {}, True),
-        ({}, 10**7, {}, True),  # a small card, whose first settings have smaller buckets
+        ({}, 10**7, {}, True),  # a small GPU, whose first settings have smaller buckets
         ({"reduce_bucket_size": 10**6}, None, {}, True),  # left alone
         ({}, None, {"gas": 4}, False),  # other accumulation than the space has
         ({}, None, {"micro_batch": 100}, False),

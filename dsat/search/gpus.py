@@ -1,4 +1,4 @@
-"""Speeds of GPU models and their links, from `cards.json`, which names its sources."""
+"""Speeds of GPU models and their links, from `gpus.json`, which names its sources."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PCIE_PART, _NETWORK_PART = 0.88, 0.9  # fractions of the bandwidths that transf
 
 
 @dataclass(frozen=True)
-class Card:
+class GpuModel:
     """Speeds of a GPU model and its links, and its memory.
 
     Attributes:
@@ -70,7 +70,7 @@ class Card:
         return self.flops[next((size for size in sizes if size >= itemsize), sizes[-1])]
 
 
-def find(name: str) -> Card:
+def find(name: str) -> GpuModel:
     """Find a GPU model by its name, by words of it, or by a device's name; see `named`.
 
     Raises:
@@ -80,12 +80,12 @@ def find(name: str) -> Card:
     if found is None:
         raise UserInputError(
             f"unknown GPU {name}; known GPUs: {', '.join(table())}",
-            hint="To use another GPU, add it to dsat/search/cards.json.",
+            hint="To use another GPU, add it to dsat/search/gpus.json.",
         )
     return found
 
 
-def of_device(name: str) -> Card | None:
+def of_device(name: str) -> GpuModel | None:
     """Return the GPU model of a device that a driver names; None if none matches.
 
     If no model has the memory in the name (`NVIDIA H100 96GB HBM3`), the memory does not count.
@@ -93,7 +93,7 @@ def of_device(name: str) -> Card | None:
     return named(name) or named(re.sub(r"\d+GB", "", name))
 
 
-def named(name: str) -> Card | None:
+def named(name: str) -> GpuModel | None:
     """Return the GPU model of a name (`NVIDIA L40S`, `a100-80gb`, `H100`); None if none matches.
 
     A model matches if the given name has all words of the model's name; of several, the longest
@@ -102,7 +102,7 @@ def named(name: str) -> Card | None:
     model's must have it too. If it has a memory size, the model's must be about the same.
     """
     wanted = _words(name)
-    known = {key: card for key, card in table().items() if _has_memory(card, wanted)}
+    known = {key: gpu for key, gpu in table().items() if _has_memory(gpu, wanted)}
     words = {key: _words(key) for key in known}
     inside = [
         key
@@ -114,14 +114,14 @@ def named(name: str) -> Card | None:
     around = [key for key, own in words.items() if tells and asked <= own]
     if inside:
         return known[max(inside, key=len)]
-    return max((known[key] for key in around), key=lambda card: card.memory_bytes, default=None)
+    return max((known[key] for key in around), key=lambda gpu: gpu.memory_bytes, default=None)
 
 
 @functools.cache
-def table() -> dict[str, Card]:
+def table() -> dict[str, GpuModel]:
     """Return all GPU models, by name."""
-    text = (resources.files("dsat.search") / "cards.json").read_text(encoding="utf-8")
-    return {name: _card(name, entry) for name, entry in json.loads(text)["cards"].items()}
+    text = (resources.files("dsat.search") / "gpus.json").read_text(encoding="utf-8")
+    return {name: _gpu(name, entry) for name, entry in json.loads(text)["gpus"].items()}
 
 
 def _words(name: str) -> frozenset[str]:
@@ -130,19 +130,19 @@ def _words(name: str) -> frozenset[str]:
     return frozenset(re.sub(r"^(\d+)gi?b?$", r"\1gb", word) for word in words)
 
 
-def _has_memory(card: Card, words: frozenset[str]) -> bool:
+def _has_memory(gpu: GpuModel, words: frozenset[str]) -> bool:
     """Return whether each memory size in a device's name is about the memory of a GPU model."""
     sizes = [int(found[1]) * _GIB for found in map(_MEMORY.fullmatch, words) if found]
-    return all(abs(size - card.memory_bytes) < _SAME_MEMORY * card.memory_bytes for size in sizes)
+    return all(abs(size - gpu.memory_bytes) < _SAME_MEMORY * gpu.memory_bytes for size in sizes)
 
 
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _card(name: str, entry: Mapping[str, Any]) -> Card:
+def _gpu(name: str, entry: Mapping[str, Any]) -> GpuModel:
     """Convert an entry of the file, whose `units` section defines the units."""
-    return Card(
+    return GpuModel(
         name=name,
         memory_bytes=int(entry["memory_gib"] * _GIB),
         flops={int(size): 1e12 * tflops for size, tflops in entry["tflops"].items()},

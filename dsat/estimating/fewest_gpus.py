@@ -13,13 +13,13 @@ from dsat.command import ds_config
 from dsat.memory import host
 from dsat.memory.predictor import Basis, MemoryModel, fits_host
 from dsat.memory.strategies import compared, with_strategy
-from dsat.search import cards as known
+from dsat.search import gpus as known
 from dsat.values import format as fmt
 from dsat.values import parallelism
 from dsat.values.table import Table
 from dsat.values.zero_strategy import Strategy
 
-SIZES = tuple(sorted({card.memory_bytes for card in known.table().values()}))
+SIZES = tuple(sorted({gpu.memory_bytes for gpu in known.table().values()}))
 # Numbers of GPUs that people rent: any number in one host, or several whole hosts.
 _MOST = 1024
 _COUNTS = (*range(1, host.PER_HOST), *range(host.PER_HOST, _MOST + 1, host.PER_HOST))
@@ -31,14 +31,14 @@ class Choice:
 
     Attributes:
         memory_bytes: memory of a GPU.
-        cards: number of cards: any number up to 8, whole hosts of 8 above.
-        strategy: the first strategy that fits, in the order of `LADDER`.
+        gpus: number of GPUs: any number up to 8, whole hosts of 8 above.
+        strategy: the first strategy that fits, in the order of `USUAL_ORDER`.
         micro_batch: the largest micro batch that fits.
         host_bytes: bytes that all ranks of a host need.
     """
 
     memory_bytes: int
-    cards: int
+    gpus: int
     strategy: Strategy
     micro_batch: int
     host_bytes: int
@@ -69,17 +69,17 @@ def fewest(
         each = math.prod(size for size in fixed if isinstance(size, int))
         counts = [n for n in counts if total % (each * shared.data(n)) == 0]
 
-    def on(cards: int, size: int, among: Sequence[Strategy]) -> list[Choice]:
+    def on(gpus: int, size: int, among: Sequence[Strategy]) -> list[Choice]:
         """Return a choice for each strategy that fits the GPUs; ignore the host's memory."""
         choices, facts = [], basis.variants[0].facts
-        model = MemoryModel(basis, slots=cards, limit_bytes=size, on_device=True)
+        model = MemoryModel(basis, slots=gpus, limit_bytes=size, on_device=True)
         for strategy in among:
-            config = with_strategy(base, strategy, cards)
+            config = with_strategy(base, strategy, gpus)
             shape = model.shape(config, {})
             most = int(model.largest(shape))
             if most >= 1:
-                needed = host.of_host(facts, config, shape.host_bytes, cards)
-                choices.append(Choice(size, cards, strategy, most, needed))
+                needed = host.of_host(facts, config, shape.host_bytes, gpus)
+                choices.append(Choice(size, gpus, strategy, most, needed))
         return choices
 
     def first(size: int, among: Sequence[Strategy]) -> Choice | None:
@@ -92,7 +92,7 @@ def fewest(
     choices = []
     for size in sizes:
         plain, offloaded = first(size, without), first(size, offloading)
-        is_less = offloaded and (plain is None or offloaded.cards < plain.cards)
+        is_less = offloaded and (plain is None or offloaded.gpus < plain.gpus)
         choices += [plain, offloaded if is_less else None]
     return [choice for choice in choices if choice is not None]
 
@@ -103,7 +103,7 @@ def table(choices: Sequence[Choice]) -> list[str]:
     rows = [
         [
             fmt.memory(choice.memory_bytes),
-            str(choice.cards),
+            str(choice.gpus),
             choice.strategy.label,
             str(choice.micro_batch),
             fmt.memory(choice.host_bytes) if choice.host_bytes else "-",
