@@ -49,8 +49,7 @@ def option_reference() -> str:
         parts.append(f"### `{method}`\n\n{_table(search.options.values())}")
     named = {f"dsat {name}": name for name in (*PREDICTS, *READ_ONLY)}
     for title, name in {"dsat tune`, `dsat run": TUNE, **named}.items():
-        declared = [each for each in options_of_command(name) if not each.is_argument]
-        parts.append(f"## `{title}`\n\n{_table(declared)}")
+        parts.append(f"## `{title}`\n\n{_table(options_of_command(name))}")
     return "\n".join(parts)
 
 
@@ -127,8 +126,8 @@ def _table(options: Iterable[Option]) -> str:
 
 def _row(own: Option) -> str:
     *short, long = own.flags
-    flags = ", ".join(f"`{flag}`" for flag in [*short, f"{long} {own.placeholder or ''}".strip()])
-    flags = flags.replace("|", "\\|")
+    words = [*short, f"{'' if own.is_argument else long} {own.placeholder or ''}".strip()]
+    flags = ", ".join(f"`{word}`" for word in words).replace("|", "\\|")
     default = f"`{own.default}`" if own.has_plain_default else ""
     said = own.help.replace("%%", "%").replace(": {settings}", "")
     said = said.replace("{settings}", "[settings](settings.md)").replace("|", "\\|")

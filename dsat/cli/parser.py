@@ -38,7 +38,8 @@ METHODS = (*TUNES, *PREDICTS, *READ_ONLY, *SEARCHES)
 _DRY_RUN = "--dry-run"
 _EPILOG = f"""\
 Short forms: dsat {"|".join(SEARCHES)} = dsat tune --method NAME, with
-the FLOPS_per_gpu metric and a free global batch size, as in Determined's dsat.
+the FLOPS_per_gpu metric and, unless your configuration gives a train_batch_size, a free global
+batch size, as in Determined's dsat.
 
 Examples:
   dsat tune deepspeed train.py --deepspeed_config ds.json

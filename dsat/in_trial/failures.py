@@ -63,6 +63,8 @@ _FOR_WANT_OF_MEMORY = (
     "unable to find a valid cudnn algorithm to run convolution",
 )
 _FREE_FRACTION = 0.03  # a device with a smaller fraction of free memory counts as full
+# Gradients overflow in fp16 at any scale (deepspeed/runtime/fp16/loss_scaler.py, 0.15.4 to 0.19.8).
+_OVERFLOWS = "loss scale already at minimum"
 
 INSIDE_DSAT = "an error in dsat, not in your script"
 # Errors of earlier work on a device or of another rank, which surface at any later wait; or a port
@@ -86,6 +88,7 @@ _ADVICE = {
     "(?i)address already in use|EADDRINUSE": (
         "Another program uses the port: give your launcher another one, such as --master_port 29501"
     ),
+    _OVERFLOWS: "Train in bf16, or check the data and the learning rate",
     # From int(), float(), and the optimizers' operators.
     r": 'auto'|(?s:incompatible function arguments.*'auto')": (
         'Only the Trainer and accelerate replace "auto" in a configuration: write the value'
@@ -114,7 +117,7 @@ _PROGRAMS = f"{Path(sys.executable).parent}{os.sep}"  # launchers
 def classify(error: BaseException) -> OutcomeKind:
     """Classify an exception by its type, message and causes."""
     chain = list(_chain(error))
-    if any(isinstance(link, Diverged) for link in chain):
+    if any(isinstance(link, Diverged) or _OVERFLOWS in str(link) for link in chain):
         return OutcomeKind.DIVERGED
     # determined.InvalidHP, by name: a script refuses its hyperparameters.
     if any(isinstance(link, InvalidTrial) or type(link).__name__ == "InvalidHP" for link in chain):

@@ -65,7 +65,7 @@ _TIMES_S = range(253_402_214_400)  # valid dates, up to a day before the year 10
 
 def budget_reason(max_trials: int) -> str:
     """Return the reason of a search that ends because no trials remain."""
-    return f"{_BUDGET} {max_trials} trials is used"
+    return f"{_BUDGET} {max_trials} trials leaves no more for the search"
 
 
 def is_of_budget(reason: str | None) -> bool:

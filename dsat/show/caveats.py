@@ -15,13 +15,10 @@ from dsat.run.run import Run, typical_outcome
 from dsat.run.training_check import OWN_IS_WRONG, training_of
 from dsat.values import format as fmt
 from dsat.values import hazards
-from dsat.values.outcome import Outcome, OutcomeKind
-from dsat.values.text import printable
+from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
 from dsat.values.zero_strategy import of_config
 
-_FAILING = 0.4  # fraction of trials
-_MOST_OF_A_MESSAGE = 200  # characters
 _NOISY = 0.2  # half-width of the 95 % interval of one measurement
 _DRIFTED = 1.2  # ratio of the user's own speeds; run-to-run variation is at most half as large
 _UNSURE = 2.0  # ratio of the ends of the gain's interval
@@ -41,7 +38,6 @@ def find_caveats(run: Run, best: Trial, outcome: Outcome, found: Gain | None) ->
         yield f"{fault.describe(version or '')}."
     for trial_id, why in run.disqualified.items():
         yield f"{run.trials[trial_id].name} is excluded: {why}."
-    yield from _warn_of_failures(run)
     yield from _warn_of_noise(run, found)
     yield from _warn_of_drift(run)
     yield from _warn_of_steps(run)
@@ -66,17 +62,6 @@ def trains_wrongly(run: Run) -> bool:
     training = training_of(run.plan, run.baseline)
     found = hazards.find(run.deepspeed_version, training, hazards.GRADIENTS)
     return any(not fault.unseen for fault in found)
-
-
-def _warn_of_failures(run: Run) -> Iterator[str]:
-    """Warn if many trials failed, except by memory, which limits any search."""
-    ended = [each for each in run.outcomes.items() if each[1].kind is not OutcomeKind.CANCELED]
-    failed = [(i, each) for i, each in ended if not (each.ok or each.kind.is_out_of_memory)]
-    if len(failed) > _FAILING * len(ended):
-        trial_id, outcome = failed[-1]
-        name = run.trials[trial_id].name
-        why = printable(outcome.describe(name), _MOST_OF_A_MESSAGE)
-        yield f"{len(failed)} of {len(ended)} trials failed. See `dsat show --trial {name}`: {why}."
 
 
 def _warn_of_noise(run: Run, found: Gain | None) -> Iterator[str]:

@@ -25,6 +25,8 @@ from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 
 _MOST_CHANGES = 5
+_MANY = 0.4  # fraction of the search's trials whose failures are worth a warning
+_FAULTS = (OutcomeKind.ERROR, OutcomeKind.DIVERGED, OutcomeKind.TIMEOUT)
 _NONE_CONFIRMED = "none of the leading configurations was confirmed on a re-run"
 
 
@@ -206,11 +208,16 @@ def _searched(run: Run) -> list[Outcome]:
 
 
 def _describe_failures(run: Run) -> list[str]:
-    """Return a warning with the most frequent failure, if no trial of the search ran."""
+    """Return a warning with the most frequent failure, if no trial of the search ran.
+
+    Also if many failed, except by memory, which limits any search.
+    """
     searched = _searched(run)
-    if not searched or any(outcome.ok for outcome in searched):
+    ran = any(outcome.ok for outcome in searched)
+    failed = [o for o in searched if not ran or o.kind in _FAULTS]
+    if len(failed) <= _MANY * len(searched):
         return []
-    endings = Counter(fmt.outcome(outcome, run.plan.metric) for outcome in searched)
+    endings = Counter(fmt.outcome(outcome, run.plan.metric) for outcome in failed)
     [(most, count)] = endings.most_common(1)
     tried = (trial for trial in run.trials.values() if trial.kind is TrialKind.SEARCH)
     flag = run.batch_flag.name
@@ -218,6 +225,10 @@ def _describe_failures(run: Run) -> list[str]:
         most += f". Further trials would set {flag}: allow more trials (--max-trials)"
     if len(searched) == 1:
         return [f"the only other configuration did not run: {most}"]
+    if ran:
+        return [
+            f"{len(failed)} of {len(searched)} other configurations failed, {count} with {most}"
+        ]
     return [f"none of the {len(searched)} other configurations ran. {count} failed with {most}"]
 
 

@@ -280,8 +280,9 @@ class Settings(Target):
         default="auto",
         help="where trials run: on this machine (local), on the machines of a hostfile (ssh), on "
         "the nodes of a Slurm allocation or Ray cluster, or on a Determined cluster. auto takes "
-        "the first of these that it finds: DET_MASTER or a `det user login`, a hostfile of the "
-        "command, a Ray job, a Slurm allocation of several nodes, and else this machine",
+        "the first of these that it finds: for an experiment file, DET_MASTER or a `det user "
+        "login`; a hostfile of the command; a Ray job; a Slurm allocation of several nodes; else "
+        "this machine",
     )
     cold: bool = option(
         "--no-fork",

@@ -342,7 +342,7 @@ class Outcome(Recorded):
     def describe(self, subject: str) -> str:
         """Return a sentence: `the profile trial timed out: no result after 10 s`."""
         sentence = f"{subject} {_DESCRIPTIONS[self.kind]}"
-        return f"{sentence}: {self.message}" if self.message else sentence
+        return f"{sentence}: {self.message.rstrip('.')}" if self.message else sentence
 
     def value(self, objective: Objective) -> float | None:
         """Return the objective's value; None unless the trial ran and measured it."""

@@ -30,9 +30,15 @@ CPU_ALLOCATOR = RuntimeError(
 )
 
 
+OVERFLOW = Exception(
+    "Current loss scale already at minimum - cannot decrease scale anymore. Exiting run."
+)
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
+        (OVERFLOW, "DIVERGED"),
         (MemoryError(), "OOM"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), "OOM"),
         (CPU_ALLOCATOR, "OOM"),
@@ -87,6 +93,7 @@ def test_an_error_may_be_raised_from_itself() -> None:
             "out of memory: tried to allocate 2",
         ),
         (InvalidTrial("it ended too early"), "it ended too early"),
+        (OVERFLOW, f"Exception: {OVERFLOW} Train in bf16"),
     ],
     ids=repr,
 )

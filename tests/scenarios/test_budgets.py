@@ -72,6 +72,8 @@ def test_no_more_trials_than_allowed_and_some_are_kept_for_the_finals(
         assert told.json["finals"]["pairs"] >= (1 if told.json["gain"] >= 1.3 else 2)
     if len(told.trials) < trials - kept:
         assert "budget" not in told.json["stop_reason"]
+    if len(told.trials) < trials:
+        assert "is used" not in told.json["stop_reason"], "trials for finals are left"
 
 
 @pytest.mark.parametrize("trials", [2, 3])

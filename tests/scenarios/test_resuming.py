@@ -20,6 +20,9 @@ from testing.scenarios import Harm, User
 from testing.world import Failure, World
 from tests.scenarios.checks import EACH_METHOD, check_complete, check_result, configuration, of_kind
 
+ROOT = Path(__file__).parents[2]
+
+
 # -- cut off
 
 
@@ -281,6 +284,17 @@ def test_another_plan_is_another_run(
     assert ("Cannot resume: " in told.err) is bool(said)
     assert [part for part in said.split("; ") if part not in told.err] == [], told.err
     assert user.reads("journal.jsonl") == before, "nothing is lost"
+
+
+def test_the_options_that_the_page_lists_may_change(user: User) -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    said = page.partition("### Cannot resume\n")[2].partition("To continue a run")[0]
+    listed = re.findall("`(--[a-z-]+)`", said)
+    assert listed
+    user.tunes("--max-trials", 4)
+    options = [word for flag in listed for word in (flag, 60) if flag != "--no-fork" or word != 60]
+    told = user.tunes("--resume", *options)
+    assert told.status == 0, told.err
 
 
 def test_another_device_is_another_run(ran: User) -> None:

@@ -48,7 +48,7 @@ KINDS = {
     "finals are off": r"\(--finals 2 or more\)\.$",
     "too few trials for finals": r"\(--max-trials \d+ or more\)\.$",
     "finals did not begin": r"continue it with --resume",
-    "no finals needed": r"fast enough for finals",
+    "no finals needed": r"no other configuration was clearly faster",
     "finals are not over": r"finals have not finished",
     "yours failed again": r"your configuration failed when it was run again",
     "the faster failed again": r"faster configurations failed when run again",
@@ -74,6 +74,7 @@ KINDS = {
     "host optimizer": r"^Time: the optimizer on the host takes",
     # warnings
     "none of the others": r"^Warning: none of the \d+ other configurations ran",
+    "many of the others": r"^Warning: \d+ of \d+ other configurations failed, \d+ with ERROR",
     "not the other": r"^Warning: the only other configuration did not run: ",
     "first failure": r"^Warning: \S+ failed: ",
     "excluded": r"^Warning: \S+ is excluded",
@@ -195,6 +196,11 @@ CASES = {
     "nothing else runs": Case(
         ("keep", "no other ran", "none of the others"),
         world={"failures": (Failure("ERROR", {"kind": "search"}, "rank 0: ValueError: odd"),)},
+    ),
+    "many of the others do not run": Case(
+        (*GAIN, "many of the others"),
+        world={"failures": (Failure("ERROR", {"stage": [1, 2, 3]}, "rank 0: ValueError: odd"),)},
+        trials=12,
     ),
     "the only other one does not run": Case(
         ("keep", "no other ran", "not the other"),

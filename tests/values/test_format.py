@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dsat.values import format as fmt
+from dsat.values.outcome import Metrics, Outcome, OutcomeKind
 from dsat.values.table import Table
 
 
@@ -28,7 +29,7 @@ def test_metrics_with_units(name: str, value: float | None, text: str) -> None:
     [("latency", "12 ms (±5.0 % over 8 steps)"), ("step", "3 ms (over 8 steps)")],
 )
 def test_only_metrics_with_an_interval_show_one(name: str, text: str) -> None:
-    metrics = replace(METRICS_OF_A_TRIAL, latency=12.0, step=3.0, ci95=0.05, num_steps=8)
+    metrics = Metrics(80.0, 12.0, 4.0, 5.0, 3.0, 1e9, num_steps=8, ci95=0.05)
     assert fmt.outcome(Outcome(OutcomeKind.OK, metrics), name) == text
 
 

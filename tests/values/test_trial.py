@@ -80,3 +80,8 @@ def test_a_plan_survives_the_journal() -> None:
     assert plan.difference(again) is None
     assert plan_of(max_trials=5).difference(plan_of(max_trials=9)) is None
     assert plan_of(seed=5).difference(plan_of(seed=9)) == "random seed was 9, now 5"
+
+
+def test_a_failure_is_described_without_a_final_period() -> None:
+    outcome = Outcome(OutcomeKind.ERROR, message="ValueError: this is not supported.")
+    assert outcome.describe("trial 1") == "trial 1 failed: ValueError: this is not supported"
