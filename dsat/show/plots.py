@@ -40,9 +40,8 @@ def _throughput(view: RunView) -> Spec | None:
     ran = [row for row in shown if row["value"] is not None]
     lost = [row for row in shown if row["out_of_memory"]]
     upper: dict[Any, Spec] = {}
-    for row in (
-        _row(each, metric) for each in view.ranked
-    ):  # the best of each strategy and micro batch
+    for each in view.ranked:  # the best of each strategy and micro batch
+        row = _row(each, metric)
         upper.setdefault((row["strategy"], row["micro_batch"]), row)
     sizes = sorted({row["micro_batch"] for row in shown})
     powers = [2**n for n in range(30) if sizes[0] <= 2**n <= sizes[-1]]
