@@ -25,7 +25,7 @@ from dsat.simulation.protocol import Question
 from dsat.values import format as fmt
 from dsat.values import slow
 from dsat.values.trial import BatchTriple
-from dsat.values.zero_strategy import Strategy, of_config
+from dsat.values.zero_strategy import NONE, Strategy, of_config
 
 _log = logging.getLogger(__name__)
 _GB = 10**9
@@ -224,22 +224,24 @@ def _check(model: SimulatedModel, devices: EstimateSettings, candidate: _Candida
 def _candidates(model: SimulatedModel, devices: EstimateSettings) -> Iterator[_Candidate]:
     """Yield the candidates to check in turn if the user gives no configuration.
 
-    First come the strategies that fit by formula: those without offloading, then those with it in
-    pinned and in pageable host memory. Each of these is tried as the model is and with activation
-    checkpointing, the fastest first. If none fits, the last is the strategy that lacks the least
-    memory with everything that saves memory.
+    First come the strategies that fit by formula: those without offloading, with an offloaded
+    optimizer, and with offloaded parameters too; then the latter two in pageable host memory. Each
+    of these is tried as the model is and with activation checkpointing, the fastest first. If none
+    fits, the last is the strategy that lacks the least memory with everything that saves memory.
     """
     [slots] = devices.slot_counts
     may_recompute = devices.activation_checkpointing is None
-    ways = ((False, True), (True, True), (True, False))  # offloads, pins
-    for (offloads, pins), recomputes in itertools.product(ways, (False, True)[: 1 + may_recompute]):
+    ways = ((0, True), (1, True), (2, True), (1, False), (2, False))  # offloaded states, pins
+    for (offloaded, pins), recomputes in itertools.product(
+        ways, (False, True)[: 1 + may_recompute]
+    ):
         config = model.config if pins else _unpinned(model.config)
         switches = {CHECKPOINTING: True} if recomputes else {}
         added = (_CHECKPOINTS,) * recomputes + (_UNPINNED,) * (not pins)
         with_what = f" with {' and '.join(added)}" if added else ""
         table = LineByLine(replace(model, config=config), devices, switches)
         for strategy in table.fastest_first():
-            if strategy.offloads is offloads:
+            if sum(device != NONE for device in strategy.offloading.values()) == offloaded:
                 note = f"simulating {strategy.label}{with_what}, which fits by formula"
                 yield _Candidate(with_strategy(config, strategy, slots), added, note)
     nearest = min(table.lines(), key=lambda line: _lacking(line, devices)).strategy

@@ -230,6 +230,16 @@ def test_activations_are_recomputed_before_anything_is_offloaded(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("imported")
+def test_activations_are_recomputed_before_parameters_are_offloaded(user: User) -> None:
+    of_8b = {"num_key_value_heads": 8, "intermediate_size": 14_336, "vocab_size": 128_256}
+    words = ("--seq-length", 2048, "--formula", "--fits", "2x24GB")
+    told = estimate(user, {**LLAMA_7B, **of_8b}, *words)
+    chosen = ["activation checkpointing"]
+    assert (told.json["strategy"], told.json["chosen"]) == ("z3_offload", chosen)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("imported")
 def test_if_the_simulation_refuses_what_the_formula_chose_the_next_is_tried(user: User) -> None:
     """Without offloading, 0.1 B in stage 2 need 1.35 GiB by the formula, but 1.47 simulated."""
     words = ("--seq-length", 128, "--fits", "8x1600MB")
