@@ -20,12 +20,7 @@ from dsat.show.view import RunView
 from dsat.tuning import train_command
 from dsat.tuning.local import TRIALS, LocalSearch
 from dsat.tuning.preparation import Prepared
-from dsat.values.text import (
-    MOST_OF_A_LOG,
-    hide_secrets_in_values,
-    printable,
-    shell_line,
-)
+from dsat.values.text import MOST_OF_A_LOG, hide_secrets_in_values, printable, shell_line
 
 
 class _Handler(logging.Handler):

@@ -59,10 +59,6 @@ class _Safe:
         except (OSError, ValueError) as error:
             self._give_up(error)
 
-    def writelines(self, lines: Any) -> None:
-        for line in lines:
-            self.write(line)
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 

@@ -122,9 +122,7 @@ class Entrypoint(Recorded):
             args=adapt(self.args),
             env=accelerate_env.use_config(env, path, config),
             launch=replace(
-                self.launch,
-                binds_cores=binds,
-                other_args=tuple(map(adapt, self.launch.other_args)),
+                self.launch, binds_cores=binds, other_args=tuple(map(adapt, self.launch.other_args))
             ),
         )
 

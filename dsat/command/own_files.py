@@ -43,17 +43,11 @@ _GAS_FLAG = f"--{_GAS}"
 _OF_ACCELERATE, _SECTION, _ACCELERATE = "distributed_type", "deepspeed_config", "accelerate_config"
 # Keys that this section must not have if it names a DeepSpeed file. Without the zero.Init flag, the
 # stage in that file decides, as in the trials.
-_IN_THE_DEEPSPEED_FILE = (
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "offload_optimizer_device",
-    "offload_optimizer_nvme_path",
-    "offload_param_device",
-    "offload_param_nvme_path",
-    "zero3_init_flag",
-    "zero3_save_16bit_model",
-    "zero_stage",
-)
+_IN_THE_DEEPSPEED_FILE = """
+    gradient_accumulation_steps gradient_clipping offload_optimizer_device
+    offload_optimizer_nvme_path offload_param_device offload_param_nvme_path zero3_init_flag
+    zero3_save_16bit_model zero_stage
+""".split()
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dsat.command.ds_config import (
-    BATCH_KEYS,
-    STAGES,
-    check_sections,
-    check_stage,
-    whole_number,
-)
+from dsat.command.ds_config import BATCH_KEYS, STAGES, check_sections, check_stage, whole_number
 from dsat.errors import UserInputError
 
 ALL_STAGES = "all"

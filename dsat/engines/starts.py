@@ -13,12 +13,7 @@ from typing import Any
 
 from dsat.command import accelerate_env, ds_config, switches
 from dsat.command.entrypoint import Entrypoint
-from dsat.command.experiment import (
-    Experiment,
-    length_in_units,
-    length_of_full_run,
-    trial_hparams,
-)
+from dsat.command.experiment import Experiment, length_in_units, length_of_full_run, trial_hparams
 from dsat.engines import trial_folder
 from dsat.engines.agent import leftovers
 from dsat.engines.machines.hosts import Share

@@ -73,8 +73,7 @@ class EstimateSettings(ModelSettings):
         help="memory of a host, which has up to 8 devices: what needs more does not fit",
     )
     formula: bool = option(
-        "--formula",
-        help="answer by formula, at once: usually within 6 %% of the simulation",
+        "--formula", help="answer by formula, at once: usually within 6 %% of the simulation"
     )
     exact: bool = option(
         "--exact",

@@ -35,12 +35,7 @@ OUTCOME_KEY = "dsat_outcome"  # in the searcher metric, which is a dict
 LOG_MARK = "[dsat-outcome] "
 ATTACHED_MARK = "[dsat-attached] "  # the script has called dsat
 _LONGEST_LINE_BYTES = 4000  # below PIPE_BUF: lines of ranks that share a pipe do not mix
-_WOULD_REPEAT = (
-    OutcomeKind.OOM,
-    OutcomeKind.HOST_OOM,
-    OutcomeKind.INVALID,
-    OutcomeKind.DIVERGED,
-)
+_WOULD_REPEAT = (OutcomeKind.OOM, OutcomeKind.HOST_OOM, OutcomeKind.INVALID, OutcomeKind.DIVERGED)
 
 _log = logging.getLogger(__name__)
 _attached: Task | None = None

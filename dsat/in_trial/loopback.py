@@ -38,10 +38,7 @@ def interface_to(address: str) -> str:
 
 def own_address(other: str) -> str:
     """Return this host's IPv4 address on the route to another address; empty if unknown."""
-    with (
-        contextlib.suppress(OSError),
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
-    ):
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((other, _ANY_PORT))  # sends nothing
         return str(probe.getsockname()[0])
     return ""

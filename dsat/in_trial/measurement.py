@@ -75,11 +75,7 @@ class Measurement:
     """
 
     def __init__(
-        self,
-        spec: MeterSpec,
-        recorder: StepRecorder,
-        ranks: Ranks,
-        warnings: dict[str, None],
+        self, spec: MeterSpec, recorder: StepRecorder, ranks: Ranks, warnings: dict[str, None]
     ) -> None:
         self.outcome: Outcome | None = None
         self.is_complete = False

@@ -90,11 +90,7 @@ class _Parts:
 
 
 def estimate(
-    facts: ModelFacts,
-    config: Mapping[str, Any],
-    *,
-    slots: int,
-    micro_batch: int,
+    facts: ModelFacts, config: Mapping[str, Any], *, slots: int, micro_batch: int
 ) -> MemoryEstimate:
     """Return the memory of a whole DeepSpeed configuration on one of `slots` slots."""
     phases = lines(facts, config, slots=slots)

@@ -54,11 +54,7 @@ class SimulatedModel:
 
     @classmethod
     def build(
-        cls,
-        name: str,
-        config: Mapping[str, Any],
-        simulator: Simulator,
-        dtype: str | None = None,
+        cls, name: str, config: Mapping[str, Any], simulator: Simulator, dtype: str | None = None
     ) -> SimulatedModel:
         """Complete a configuration with the script's optimizer and the values of "auto" sizes."""
         script = simulator.script
@@ -135,9 +131,7 @@ def warn_of_length(settings: ModelSettings, script: ScriptFacts) -> None:
     length, limit = settings.seq_length, script.model_takes
     if length is not None and 0 < limit < length:
         _log.warning(
-            "--seq-length %s is more than the model's %s positions",
-            f"{length:,}",
-            f"{limit:,}",
+            "--seq-length %s is more than the model's %s positions", f"{length:,}", f"{limit:,}"
         )
 
 

@@ -104,10 +104,7 @@ class Cluster:
 def hardware_of(gpu: GpuModel) -> Hardware:
     """Return a GPU's speed for traced work: launches in `_UNIT_S`, host optimizer in seconds."""
     return replace(
-        step_time.hardware_of(gpu, 2),
-        host_memory_bandwidth=1.0,
-        launch_s=_UNIT_S,
-        filling=0.0,
+        step_time.hardware_of(gpu, 2), host_memory_bandwidth=1.0, launch_s=_UNIT_S, filling=0.0
     )
 
 

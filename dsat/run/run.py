@@ -119,7 +119,10 @@ class Run:
                 self.repeat = trial
                 self.repeated[trial.id] = self.baseline.id
             elif trial.kind is TrialKind.FINAL and self.finals and not self.finals.over:
-                self._enter_final(trial, self.finals)
+                if self.finals.repeated_id is None:
+                    self.same_batch_final = trial
+                else:
+                    self.repeated[trial.id] = self.finals.repeated_id
             self.stop_reason = None
         elif kind == events.EVENT_FINISHED and event["trial_id"] not in self.outcomes:
             self._finish(event["trial_id"], event["outcome"], event.get("time_s"))
@@ -175,13 +178,6 @@ class Run:
         candidates = [self.contestant(self.trials[trial_id]) for trial_id in ids]
         own, rules = self.contestant(self.baseline), Rules.of_event(event)
         self.finals = Finals(own, candidates, rules, same_batch=event["same_batch"])
-
-    def _enter_final(self, trial: Trial, finals: Finals) -> None:
-        again = finals.repeated_id
-        if again is None:
-            self.same_batch_final = trial
-        else:
-            self.repeated[trial.id] = again
 
     def _check_training(self, finals: Finals) -> None:
         if finals.pick is None:

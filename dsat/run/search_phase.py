@@ -17,14 +17,7 @@ from dsat.run.run import Run
 from dsat.run.trial_costs import TrialCosts
 from dsat.run.trial_factory import SEARCHED, make_trial
 from dsat.search import SEARCHES
-from dsat.search.base import (
-    Context,
-    Observation,
-    Problem,
-    Proposal,
-    Stop,
-    Wait,
-)
+from dsat.search.base import Context, Observation, Problem, Proposal, Stop, Wait
 from dsat.search.threads import one_thread
 from dsat.space.locate import Locator, Point
 from dsat.space.overrides import overrides_for

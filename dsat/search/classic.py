@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 from dsat.options import Option, at_least, search_option
 from dsat.search.arms import Arm, Arms
 from dsat.search.base import (
-    EXHAUSTED,
     NO_NEW_BEST,
     RANGE_FACTOR,
     Context,
@@ -19,7 +18,6 @@ from dsat.search.base import (
     Problem,
     Proposal,
     Search,
-    Stop,
     stop_without_new_best,
 )
 
@@ -34,8 +32,6 @@ class ArmSearch(Search):
         self._range_factor = search_range_factor or 1.0
 
     def propose(self, observations: Sequence[Observation], context: Context) -> Decision:
-        if not self.problem.space.micro_batches:
-            return Stop(EXHAUSTED)
         problem, factor = self.problem, self._range_factor
         return self._propose(Arms(problem, observations, context, range_factor=factor))
 

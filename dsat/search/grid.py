@@ -10,13 +10,11 @@ from typing import ClassVar
 from dsat.options import Option, at_least, search_option
 from dsat.search.arms import Arm, Arms
 from dsat.search.base import (
-    EXHAUSTED,
     Context,
     Decision,
     Observation,
     Problem,
     Search,
-    Stop,
     count_since_best,
     early_stopping,
 )
@@ -67,8 +65,6 @@ class GridSearch(Search):
         self._sizes = _grid(problem.space.micro_batches)
 
     def propose(self, observations: Sequence[Observation], context: Context) -> Decision:
-        if not self._sizes:
-            return Stop(EXHAUSTED)
         # Without memory predictions, the limit by activations alone may be too low.
         factor = math.inf if context.memory is None else 1.0
         arms = Arms(self.problem, observations, context, range_factor=factor, sizes=self._sizes)
@@ -131,7 +127,7 @@ def _grid(micro_batches: Sequence[int]) -> Sequence[int]:
 
     If a range contains none of these, return its first micro batch.
     """
-    if not isinstance(micro_batches, range) or not micro_batches:
+    if not isinstance(micro_batches, range):
         return micro_batches
     sizes = []
     size = micro_batches.step

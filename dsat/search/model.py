@@ -68,8 +68,8 @@ class ModelSearch(Search):
 
     def propose(self, observations: Sequence[Observation], context: Context) -> Decision:
         stop = stop_without_new_best(self._patience, observations, self.problem.objective)
-        if stop is not None or not self.problem.space.micro_batches:
-            return stop or Stop(EXHAUSTED)
+        if stop is not None:
+            return stop
         self._configurations.set_memory(context.memory)
         self._known = known = Predictions(self._configurations, observations)
         may_stop = self._stop_when > 0 and len(known.measured) > 0

@@ -53,13 +53,11 @@ def find_caveats(run: Run, best: Trial, outcome: Outcome, found: Gain | None) ->
         yield f"{ZERO_INIT}."
 
 
-def trains_wrongly(run: Run) -> bool:
-    """Return whether the user's own configuration likely computes wrong gradients."""
+def trains_wrongly(run: Run, own: Trial) -> bool:
+    """Return whether `own`, the user's configuration, likely computes wrong gradients."""
     if any(OWN_IS_WRONG in why for why in run.disqualified.values()):
         return True
-    if run.baseline is None:
-        return False
-    training = training_of(run.plan, run.baseline)
+    training = training_of(run.plan, own)
     found = hazards.find(run.deepspeed_version, training, hazards.GRADIENTS)
     return any(not fault.unseen for fault in found)
 

@@ -74,9 +74,7 @@ class ExportSettings(ReadOnlySettings):
     run: Path | None = option("run", kind=PATH, metavar="RUN", help=_NEWEST)
     to: str | None = option("--to", kind=WORD, choices=tuple(EXPORTERS), help="tool or format")
     output: Path | None = option(
-        "--output",
-        kind=PATH,
-        help="file or folder to make (default: named after the run, here)",
+        "--output", kind=PATH, help="file or folder to make (default: named after the run, here)"
     )
 
     def __post_init__(self) -> None:

@@ -158,7 +158,7 @@ def _headline(run: Run, best: Trial) -> str:
     if best is run.baseline:
         if run.stop_reason is None and not run.paused and not _searched(run):
             return f"Baseline: {value}. Searching..."
-        if caveats.trains_wrongly(run):
+        if caveats.trains_wrongly(run, best):
             return (
                 f"Your configuration likely computes wrong gradients ({value}): see the warnings. "
                 "Compare it with training without DeepSpeed before you keep it."

@@ -162,9 +162,7 @@ class Simulator:
                 yield number, [found[number][rank] for rank in ranks]
 
     def facts(
-        self,
-        config: Mapping[str, Any],
-        switches: Mapping[str, Any] | None = None,
+        self, config: Mapping[str, Any], switches: Mapping[str, Any] | None = None
     ) -> ModelFacts:
         """Return facts of the model for the formulas, from its passes at two micro batches.
 

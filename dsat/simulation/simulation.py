@@ -22,14 +22,7 @@ from dsat.simulation.known_values import ValuesMode
 from dsat.simulation.operands import tensors_in
 from dsat.simulation.operator_trace import OperatorTrace
 from dsat.simulation.protocol import Question, SimulationUnsupported
-from dsat.simulation.storage_tracker import (
-    ALL,
-    DEVICE,
-    HOST,
-    MATMUL,
-    PINNED,
-    StorageTracker,
-)
+from dsat.simulation.storage_tracker import ALL, DEVICE, HOST, MATMUL, PINNED, StorageTracker
 from dsat.simulation.versions import transformers_models
 from dsat.values.trial import BatchTriple
 from dsat.values.zero_strategy import of_config

@@ -175,10 +175,7 @@ SETTINGS = (
         when=_several_slots,
     ),
     Setting(
-        "contiguous_gradients",
-        _SWITCH_OFF,
-        (1, 2, 3),
-        "avoids fragmentation, but needs a copy",
+        "contiguous_gradients", _SWITCH_OFF, (1, 2, 3), "avoids fragmentation, but needs a copy"
     ),
     Setting(
         "round_robin_gradients",

@@ -11,13 +11,7 @@ from typing import Any
 
 from dsat.command import ds_config
 from dsat.command.switches import ATTENTION, SWITCHES, is_switch
-from dsat.space.deepspeed_settings import (
-    BUCKETS,
-    PARALLELISM,
-    SETTINGS,
-    Setting,
-    Situation,
-)
+from dsat.space.deepspeed_settings import BUCKETS, PARALLELISM, SETTINGS, Setting, Situation
 from dsat.space.overrides import GAS, strategy_settings
 from dsat.values import parallelism
 from dsat.values.outcome import ScriptSwitch

@@ -276,9 +276,7 @@ def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
         ready.hosts,
         folder,
         LocalOptions(
-            settings.trial_options(ready.plan.own_batch),
-            cold=settings.cold,
-            seed=settings.seed,
+            settings.trial_options(ready.plan.own_batch), cold=settings.cold, seed=settings.seed
         ),
         slots_per_trial=ready.plan.slots_per_trial,
         own=ready.first,

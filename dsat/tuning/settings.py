@@ -262,10 +262,7 @@ class Settings(Target):
         "command starts, or resources.slots_per_trial)",
     )
     max_slots: int | None = option(
-        "--max-slots",
-        old=("-ms",),
-        kind=at_least(1),
-        help="use at most N devices at once",
+        "--max-slots", old=("-ms",), kind=at_least(1), help="use at most N devices at once"
     )
     max_concurrent_trials: int = option(
         "--max-concurrent-trials",

@@ -17,11 +17,7 @@ from dsat.command.entrypoint import Entrypoint
 from dsat.command.own_files import Answer, Form, Rewriting
 from dsat.command.switches import BIND_CORES
 from dsat.engines.machines.machine import Machine
-from dsat.engines.rank_settings import (
-    binding_options,
-    make_command_settings,
-    make_rank_settings,
-)
+from dsat.engines.rank_settings import binding_options, make_command_settings, make_rank_settings
 from dsat.engines.trial_folder import working_folder
 from dsat.in_trial.memory_limit import MALLOC_VARIABLES
 from dsat.run.run import Run, own_switches

@@ -118,7 +118,7 @@ def of_version(version: str | None) -> list[Hazard]:
 
 
 def is_one_of(version: str | None, versions: str) -> bool:
-    """Return whether a DeepSpeed version meets a specifier; False if the version is unknown."""
+    """Return whether a version meets a specifier; False if the version is unknown."""
     try:
         known = Version(version or "").public
     except InvalidVersion:

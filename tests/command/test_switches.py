@@ -53,6 +53,20 @@ def test_what_is_given_is_replaced_and_variables_and_cores_reach_the_ranks() -> 
         ("dataloader_num_workers", 4, True, "TrainingArguments(dataloader_num_workers=4)"),
         ("torch_compile", True, False, "engine.compile() after deepspeed.initialize"),
         ("gradient_checkpointing", False, False, "no `model.gradient_checkpointing_enable()`"),
+        (
+            "gradient_checkpointing",
+            "reentrant",
+            True,
+            "TrainingArguments(gradient_checkpointing=True, "
+            "gradient_checkpointing_kwargs={'use_reentrant': True})",
+        ),
+        (
+            "gradient_checkpointing",
+            "offload",
+            True,
+            "TrainingArguments(gradient_checkpointing=True, "
+            "gradient_checkpointing_kwargs={'offload': True})",
+        ),
         ("--num_workers", "4", False, "--num_workers=4"),
         ("ENV:A", "1", False, "A=1"),
     ],

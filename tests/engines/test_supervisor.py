@@ -202,7 +202,7 @@ def test_signals_to_the_whole_job_end_no_supervisor_and_ranks_have_their_default
 UNKILLABLE = """
 from dsat.engines.agent import supervisor
 supervisor._STUCK_AFTER_S = 0.5
-supervisor._kill_all = lambda pids: None
+supervisor.leftovers.kill_all = lambda pids: None
 supervisor.Supervisor().run()
 """
 

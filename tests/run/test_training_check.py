@@ -96,3 +96,26 @@ def test_batches_of_the_loaders_own_are_no_gain(
     plan, trials = plan_of(own_batch=own.batch), {0: own, 1: pick}
     found = TrainingCheck(plan, own, trials, outcomes, {}, lambda trial: {}).disqualification(pick)
     assert (found is not None) == (is_other and pick.id not in counted)
+
+
+@pytest.mark.parametrize("same_strategy", [True, False])
+def test_a_run_at_ones_own_batch_that_trains_differently_is_excluded(
+    *, same_strategy: bool
+) -> None:
+    """If it has the pick's strategy, the pick trains differently, too: its losses at its own batch
+    cannot be compared."""
+    batches = {0: BATCH, 1: BatchTriple(32, 4, 8), 2: BATCH}
+    stages = {0: 1, 1: 2, 2: 2 if same_strategy else 3}
+    trials, outcomes = {}, {}
+    for i, batch in batches.items():
+        kind = TrialKind.SEARCH if i else TrialKind.BASELINE
+        trials[i] = Trial(i, kind, f"t{i}", stages[i], batch, {})
+        curve = TrainingCurve((1, 2, 3), (5.0, 4.9, 3.0 if i == 2 else 4.8))
+        outcomes[i] = replace(ran(), training=curve)
+    trials[9], outcomes[9] = replace(trials[0], id=9, kind=TrialKind.FINAL), outcomes[0]
+    plan = plan_of(own_batch=BATCH)
+    check = TrainingCheck(plan, trials[0], trials, outcomes, {9: 0}, lambda trial: {})
+    [(excluded, why)] = check.find_excluded(trials[1], trials[2]).items()
+    assert excluded == (1 if same_strategy else 2)
+    assert why.startswith("at your global batch, ") == same_strategy
+    assert "Its loss in step 3 is 3 instead of 4.8" in why

@@ -47,7 +47,6 @@ def test_powers_of_two_of_a_range(ceiling: int, trials: str) -> None:
         (range(3, 23), [8, 16, 4]),
         (range(17, 31), [17]),  # no power of two, yet one is tried
         ((1, 3, 64), [1, 3, 64]),
-        ((), []),
     ],
 )
 def test_which_micro_batches_and_in_which_order(

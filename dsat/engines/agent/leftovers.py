@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +44,20 @@ def end_processes(run: Path) -> list[int]:
         found = {p.pid for p, variables in processes if variables.get(RUN_VARIABLE) == str(run)}
         if not found:
             break
-        for pid in found:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all(found)
         ended |= found
         time.sleep(_PAUSE_S)
     unlink_shared_memory(run / _PORTS_FILE)
     with contextlib.suppress(OSError):  # the folder may have become read-only
         (run / _PORTS_FILE).unlink(missing_ok=True)
     return sorted(ended)
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """Kill processes; ignore those that have ended, and those of other users."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def owner_mark() -> dict[str, str]:

@@ -45,7 +45,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -271,7 +271,7 @@ class Supervisor:
         group.killed_ranks = set(range(len(group.pids))) - group.statuses.keys()
         killed = {group.pids[rank] for rank in group.killed_ranks}
         group.descendants |= _descendants(killed)
-        _kill_all(killed)
+        leftovers.kill_all(killed)
         _kill_until_gone(lambda: group.descendants | self._strays(group), until)
 
     def _strays(self, ended: _Group) -> set[int]:
@@ -310,12 +310,6 @@ def _is_tracker(pid: int) -> bool:
         return False
 
 
-def _kill_all(pids: Collection[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
-
-
 def _kill_until_gone(find: Callable[[], set[int]], until: float = math.inf) -> None:
     """Kill the processes that `find` returns; wait until they are gone, or 2 s if they are stuck.
 
@@ -332,7 +326,7 @@ def _kill_until_gone(find: Callable[[], set[int]], until: float = math.inf) -> N
             deadline = now + _GONE_WITHIN_S
         elif now >= deadline:
             return
-        _kill_all(others)
+        leftovers.kill_all(others)
         time.sleep(0.005)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,9 +17,10 @@ from typing import Any
 from dsat.errors import InvalidTrial
 from dsat.in_trial.adapters.calls import Call
 from dsat.in_trial.rank_files import LocalTask
+from dsat.values import hazards
 
 _CHIEF_PORTS = ("pub_port", "pull_port")
-_SUPPORTED = ((0, 28), (0, 37))  # first and last version
+_SUPPORTED = ">=0.28,<0.38"
 
 
 def get_cluster_info(call: Call) -> Any:
@@ -35,12 +35,11 @@ def _check_version() -> None:
     """Raise InvalidTrial if the version of determined is not supported."""
     import determined
 
-    version, (first, last) = determined.__version__, _SUPPORTED
-    found = re.match(r"(\d+)\.(\d+)", version)
-    if found is None or not first <= (int(found[1]), int(found[2])) <= last:
+    version = determined.__version__
+    if not hazards.is_one_of(version, _SUPPORTED):
         raise InvalidTrial(
             f"the script imports determined {version}, and dsat works with 0.28 to 0.37. Run "
-            "pip install 'determined>=0.28,<0.38'"
+            f"pip install 'determined{_SUPPORTED}'"
         )
 
 

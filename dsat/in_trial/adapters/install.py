@@ -64,14 +64,12 @@ def install() -> None:
 
 
 def begin(folder: Path, *, is_below_rank: bool = False) -> None:
-    """Activate the adapters for the trial in a folder; later calls do nothing.
+    """Activate the adapters for the trial in a folder.
 
     If the first run only records how ranks start, the folder has no specification. In a process
     that a rank started (`is_below_rank`), only those act that protect files.
     """
     install()
-    if TRIAL.folder is not None:
-        return
     TRIAL.folder = folder
     if (folder / SPEC_FILE).exists() and RankSpec.read(folder).is_full_run:
         TRIAL.phase = Phase.TRAINING

@@ -58,11 +58,7 @@ _TORCH = (
 
 _DEEPSPEED = (
     Adapter("deepspeed", "initialize", engine.initialize),
-    Adapter(
-        "deepspeed.runtime.zero.partition_parameters",
-        "Init.__init__",
-        engine.open_zero_init,
-    ),
+    Adapter("deepspeed.runtime.zero.partition_parameters", "Init.__init__", engine.open_zero_init),
     Adapter("deepspeed.ops.op_builder.builder", "OpBuilder.jit_load", engine.compile_operator),
     _in_trials(
         "deepspeed.accelerator.cuda_accelerator",
@@ -164,9 +160,7 @@ _TO_FOLDER = tuple(
 )
 _TRACKERS = (
     _in_processes(
-        "torch.utils.tensorboard.writer",
-        "SummaryWriter.__init__",
-        trackers.log_in_trial("log_dir"),
+        "torch.utils.tensorboard.writer", "SummaryWriter.__init__", trackers.log_in_trial("log_dir")
     ),
     _in_processes("tensorboardX.writer", "SummaryWriter.__init__", trackers.log_in_trial("logdir")),
     _in_processes("mlflow.tracking.client", "MlflowClient.__init__", trackers.connect_client),
