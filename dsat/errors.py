@@ -17,6 +17,7 @@ exception. Every message says what is wrong, where, and what to do next.
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 
@@ -26,6 +27,9 @@ class DsatError(Exception):
     @classmethod
     def convert_os_error(cls, error: OSError) -> DsatError:
         """Convert an error of the operating system; the message names the file, if known."""
+        if isinstance(error, shutil.Error) and isinstance(error.args[0], list):
+            *_, reason = error.args[0][0]  # source, target and reason of the first of its files
+            return cls(str(reason))
         name = f"{error.filename}: " if error.filename else ""
         return cls(f"{name}{error.strerror or error}")
 

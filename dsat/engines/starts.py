@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ from dsat.space.overrides import overrides_for
 from dsat.values import parallelism, zero_strategy
 from dsat.values.files import PRIVATE_FOLDER, remove, write_atomically
 from dsat.values.parallelism import DATA_ONLY
-from dsat.values.text import assignment, hide_secrets_in_values, shell_line
+from dsat.values.text import assignment, hide_secrets_in_values, shell_line, shell_word
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 
 _SHOWN_TO_SCRIPTS = frozenset(
@@ -248,7 +247,7 @@ class _PreparedStart:
 
     def command_text(self) -> str:
         """Return shell commands that repeat the trial, with secrets hidden."""
-        change = f"cd {shlex.quote(str(self.cwd))}"
+        change = f"cd {shell_word(str(self.cwd))}"
         words = self._command(0) if self.is_command else self.program.command()
         shown = shell_line(words, self.folder)
         if self.start.is_own:
@@ -264,9 +263,9 @@ class _PreparedStart:
             command = shell_line(self._command(rank), self.folder)
             variables = sorted(self.environment(rank).items())
             env = [assignment(n, v) for n, v in variables if os.environ.get(n) != v]
-            hooked = f"PYTHONPATH={shlex.quote(str(self.folder / HOOK_FOLDER))}"
+            hooked = f"PYTHONPATH={shell_word(str(self.folder / HOOK_FOLDER))}"
             hooked += (
-                f'"${{PYTHONPATH:+:$PYTHONPATH}}":{shlex.quote(str(self.folder / PACKAGES_FOLDER))}'
+                f'"${{PYTHONPATH:+:$PYTHONPATH}}":{shell_word(str(self.folder / PACKAGES_FOLDER))}'
             )
             line = " ".join(["env", *env, hooked, command])
             host = self.shares[rank // self.ranks_per_host].host.name

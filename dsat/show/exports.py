@@ -186,7 +186,8 @@ def export(view: RunView, to: str, output: Path, name: str) -> None:
         name: name of the study or experiment.
 
     Raises:
-        UserInputError: `output` exists, its folder does not, or the tool is not installed.
+        UserInputError: `output` exists, its folder does not, its path is not UTF-8, or the tool is
+            not installed.
         DsatError: a database cannot be written, such as on a full disk.
         OSError: a file cannot be written.
     """
@@ -205,6 +206,12 @@ def export(view: RunView, to: str, output: Path, name: str) -> None:
             f"needs {exporter.package}: {error}",
             where=f"--to {to}",
             hint=f"pip install {exporter.package}",
+        ) from None
+    except UnicodeEncodeError:
+        raise UserInputError(
+            "the tool takes only names in UTF-8",
+            where=str(output.resolve()),
+            hint="Name another place with --output.",
         ) from None
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in _DATABASES:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,7 @@ from dsat.run.run import Run, own_switches
 from dsat.show import summary
 from dsat.tuning.preparation import FAILED_BY_THEMSELVES, Prepared
 from dsat.values.files import PRIVATE_FOLDER, write_atomically
-from dsat.values.text import assignment, shell_line
+from dsat.values.text import assignment, shell_line, shell_word
 from dsat.values.trial import Trial
 
 
@@ -39,14 +38,14 @@ def make_line(ready: Prepared, run: Run, folder: Path) -> str:
         cwd = working_folder(ready.experiment, folder)
         if runs_own_command(program, ready.plan.slots_per_trial) and program.started_in:
             cwd = Path(program.started_in)
-        return f"cd {shlex.quote(str(cwd.resolve()))} && {command}"
+        return f"cd {shell_word(str(cwd.resolve()))} && {command}"
     if ready.line is None:
         return ""
     more = ["--run-full-experiment"]
     if run.stop_reason is None:  # interrupted: train, and do not search on
         more += [f"--max-trials={max(2, len(run.outcomes))}", "--finals=0"]
     words = [find_program("python3"), "-m", "dsat", *ready.line.resumed(folder, *more)]
-    return f"cd {shlex.quote(str(Path.cwd()))} && {shell_line(words, folder)}"
+    return f"cd {shell_word(str(Path.cwd()))} && {shell_line(words, folder)}"
 
 
 def find_program(name: str) -> str:

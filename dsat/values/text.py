@@ -213,17 +213,30 @@ def shell_line(words: Sequence[str], own: Path) -> str:
             is_named = equals and _FLAG.fullmatch(key) and not _has_secret(key)
             shown = f"{key}=" if is_named else ""
             name = key if is_named else before or f"argument_{number}"
-        quoted = shlex.quote(shown) if shown or not name else ""
+        quoted = shell_word(shown) if shown or not name else ""
         line.append(quoted + (_required_variable(name) if name else ""))
         before = word if word.startswith("-") and shown == word and _FLAG.fullmatch(word) else ""
     return " ".join(line)
+
+
+def shell_word(text: str) -> str:
+    """Quote a word for a shell, in bash's `$'...'` if a terminal could not show it."""
+    if not _UNPRINTABLE.search(text):
+        return shlex.quote(text)
+    text = text.replace("\\", "\\\\").replace("'", "\\'")
+    return f"$'{_UNPRINTABLE.sub(_as_bytes, text)}'"
+
+
+def _as_bytes(found: re.Match[str]) -> str:
+    """Return the escapes of a character's bytes; a surrogate stands for a byte of a file name."""
+    return "".join(f"\\x{byte:02x}" for byte in found[0].encode("utf-8", "surrogateescape"))
 
 
 def assignment(name: str, value: str, origin: str = "your command") -> str:
     """Return `NAME=value` for a shell; a secret value becomes `"${NAME:?as in ORIGIN}"`."""
     shown = f"{name}={value}"
     is_open = hide_secrets(shown) == shown and not (value and is_secret(name, value))
-    return f"{name}={shlex.quote(value) if is_open else _required_variable(name, origin)}"
+    return f"{name}={shell_word(value) if is_open else _required_variable(name, origin)}"
 
 
 def _required_variable(name: str, origin: str = "your command") -> str:

@@ -161,3 +161,11 @@ def test_shared_memory_of_other_ports_stays(tmp_path: Path) -> None:
     finally:
         for path in (own, other):
             path.unlink(missing_ok=True)
+
+
+def test_a_swap_folder_of_a_run_whose_path_is_not_utf8() -> None:
+    run, offload = Path(os.fsdecode(b"/data/caf\xe9")), {"device": "nvme", "nvme_path": "/nvme"}
+    config = {"zero_optimization": {"offload_param": offload}}
+    found = leftovers.choose_swap_folders(config, run, "t")
+    path = found["zero_optimization"]["offload_param"]["nvme_path"]
+    assert path.startswith("/nvme/dsat-") and path.endswith("-t")

@@ -261,6 +261,18 @@ def test_a_table_is_read_by_pandas(ran: tuple[User, Told], tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("to", ["optuna", "parquet", "tensorboard"])
+def test_a_place_that_a_tool_cannot_name_is_refused(
+    ran: tuple[User, Told], tmp_path: Path, to: str
+) -> None:
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    told = ran[0].types("export", "run", "--to", to, "--output", folder / "out")
+    assert told.status == 2 and "UTF-8" in told.err and "--output" in told.err
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.slow
 def test_events_are_read_by_tensorboard(ran: tuple[User, Told], tmp_path: Path) -> None:
     folder = export(ran, "tensorboard", tmp_path)
     with warnings.catch_warnings():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -179,6 +180,16 @@ def test_a_shell_asks_for_the_secrets_of_a_command() -> None:
     assert told.splitlines() == [
         *("train.py", "--hub_token", "p q", "--wandb.api-key=r", "--name", "a b", "it's")
     ]
+
+
+def test_a_shell_gets_the_bytes_of_every_file_name() -> None:
+    """Some are not UTF-8, and some are control characters, which must not reach a terminal."""
+    names = [b"caf\xe9.json", b"it's\\a \x1b[31m\xff", "ü $x".encode(), b"--config=\xe9\r"]
+    line = shell_line([os.fsdecode(name) for name in names], Path())
+    assert printable(line) == line
+    printed = ["bash", "-c", f"printf '%s\\n' {line}"]
+    assert subprocess.check_output(printed) == b"".join(name + b"\n" for name in names)
+    assert assignment("X", os.fsdecode(b"\xe9")) == r"X=$'\xe9'"
 
 
 def test_a_shell_asks_for_every_word_that_hides_something() -> None:

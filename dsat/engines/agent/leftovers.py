@@ -144,7 +144,7 @@ def choose_swap_folders(config: Mapping[str, Any], run: Path, trial: str) -> dic
     """
     # The name must be unique: runs of two projects, or on two hosts, may have equal names.
     place = f"{socket.gethostname()}:{run.resolve()}"
-    name = f"dsat-{hashlib.sha256(place.encode()).hexdigest()[:12]}-{trial}"
+    name = f"dsat-{hashlib.sha256(os.fsencode(place)).hexdigest()[:12]}-{trial}"
     found = {
         section: {**offload, "nvme_path": f"{offload.get('nvme_path', '/local_nvme')}/{name}"}
         for section, offload in _find_nvme_sections(config)
