@@ -103,8 +103,8 @@ _SECTIONS = """
 def check_sections(config: Mapping[str, Any], *, where: str) -> None:
     """Check the form of the sections that dsat reads; `in_trial.config_check` checks the rest.
 
-    Raises UserInputError for a section that is not a mapping, a size that is neither "auto" nor a
-    whole number of at least 0, or an unknown stage.
+    Raises UserInputError for a section that is not a mapping, an unknown stage, or a bucket or
+    threshold (`SIZES`) that is neither null, "auto" nor a whole number of at least 0.
     """
     for path in _SECTIONS:
         value = at(config, path)
@@ -287,7 +287,7 @@ def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> Batch
         gas = 1 if total is None else total // max(1, micro * counted)
     total = total or micro * gas * counted
     if total != micro * gas * counted or min(total, micro, gas) < 1:
-        said = ", ".join(f"{key} {value}" for key, value in given.items())
+        said = " and ".join(f"{key} {value}" for key, value in given.items())
         how, hint = "contradict each other", "Correct or delete one of these settings."
         if len(given) == 1:
             how, hint = "is impossible", "Correct it."

@@ -208,7 +208,7 @@ class _PreparedStart:
         )
 
     def requests(self) -> dict[int, dict[str, Any]]:
-        """Return the requests to supervisors, by host."""
+        """Create the folder of the hook, and return the requests to supervisors, by host."""
         trial_folder.make_hook(self.folder)
         found = {}
         processes = 1 if self.is_command and not self.start.is_own else self.ranks_per_host

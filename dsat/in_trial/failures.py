@@ -86,7 +86,8 @@ _ADVICE = {
     "input_value='auto'": _AUTO,
     "exists and is not empty": _SAME_FOLDER,
     "(?i)address already in use|EADDRINUSE": (
-        "Another program uses the port: give your launcher another one, such as --master_port 29501"
+        "Another process uses this port. If it is the launcher's, choose another one "
+        "(--master_port 29501)"
     ),
     _OVERFLOWS: "Train in bf16, or check the data and the learning rate",
     # From int(), float(), and the optimizers' operators.

@@ -68,7 +68,10 @@ class Forecast:
         return self.model.fits(shape, max(1, math.floor(micro_batch / beyond)))
 
     def describe(self) -> list[str]:
-        """Return a line about the memory of each strategy's first settings, and any note."""
+        """Return a line about the memory of each strategy, and the note of the basis, if any.
+
+        Each line is for the first value of every searched setting.
+        """
         lines = []
         for branch in self._space.branches:
             settings = branch.settings(0)

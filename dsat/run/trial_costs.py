@@ -56,7 +56,8 @@ class TrialCosts:
     def _cost_s(self, strategy: Strategy, trial: Trial, outcome: Outcome) -> float:
         """Return a trial's share of the search's time, which simultaneous trials divide.
 
-        A failure costs no more than its predicted time, because later trials need not hang too.
+        A failure costs no more than its predicted time, if known. It may have hung until its time
+        limit, and later trials may not.
         """
         duration_s = outcome.duration_s
         if outcome.metrics is None and self._steps:

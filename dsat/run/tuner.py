@@ -124,7 +124,7 @@ class Tuner:
             self._append({**event, "outcome": outcome})
 
     def set_memory_basis(self, basis: Basis) -> None:
-        """Record the simulations from which memory is predicted; the search waits for them."""
+        """Record what predicts memory (simulations, or a profile); the search waits for it."""
         assert self.decisions.needs_memory_basis
         self._append({"event": journaled.EVENT_MEMORY_BASIS, "basis": basis})
 

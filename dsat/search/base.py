@@ -209,7 +209,10 @@ def stop_without_new_best(
 def count_since_best(
     observations: Sequence[Observation], objective: Objective
 ) -> tuple[float | None, int]:
-    """Return the best value (None if nothing ran) and the number of finished trials since then."""
+    """Return the best admitted value, and the number of trials that finished after it.
+
+    The value is None if there is none; then all finished trials count.
+    """
     best, since = None, 0
     for each in observations:
         if each.outcome is None:

@@ -211,7 +211,8 @@ def export(view: RunView, to: str, output: Path, name: str) -> None:
         raise UserInputError(
             "the tool takes only names in UTF-8",
             where=str(output.resolve()),
-            hint="Name another place with --output.",
+            hint="Name another place with --output. A run's folder may also need another name: "
+            "`mv` it, and export it by the new one.",
         ) from None
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in _DATABASES:

@@ -60,11 +60,12 @@ def _throughput(view: RunView) -> Spec | None:
     tips = {"tooltip": _tips("name", "shown", "changes")}
     best = {"condition": {"test": "datum.best", "value": _BEST}, "value": None}
     cross = {"type": "text", "text": "✕", "size": 14, "baseline": "middle"}
+    its_interval = " with its 95 % interval" if METRICS[metric].has_interval else ""
     at_the_foot = {"value": {"expr": "height - 8"}}
     return _plot(
         f"{metric} over the micro batch",
-        "One point for each trial with its 95 % interval, a line through the best of each "
-        "strategy; ✕ marks trials that ran out of memory.",
+        f"One point for each trial{its_interval}, a line through the best of each strategy; ✕ marks "
+        "trials that ran out of memory.",
         320,
         _layer(list(upper.values()), {"type": "line", "opacity": 0.5}, {"x": x, "y": y, **colour}),
         _layer(ran, "rule", interval),

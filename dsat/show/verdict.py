@@ -210,7 +210,7 @@ def _searched(run: Run) -> list[Outcome]:
 def _describe_failures(run: Run) -> list[str]:
     """Return a warning with the most frequent failure, if no trial of the search ran.
 
-    Also if many failed, except by memory, which limits any search.
+    Also if many ended by an error, a divergence or a timeout.
     """
     searched = _searched(run)
     ran = any(outcome.ok for outcome in searched)
@@ -309,7 +309,7 @@ def _no_finals(run: Run) -> str:
     if any(trial.kind is TrialKind.FINAL for trial in run.trials.values()):
         return f"The search resumed after its finals, so the result needs new finals{resume}."
     if run.best is run.baseline and run.stop_reason is not None:
-        return "There were no finals, because no other configuration was clearly faster."
+        return "There were no finals: no other configuration is likely to be faster by enough."
     return f"The finals have not begun{resume}."
 
 

@@ -215,7 +215,10 @@ class Simulator:
     # -- the script
 
     def _answers(self, questions: Sequence[Question]) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield each question's number and answer; `failed` in it says why there is no result."""
+        """Send questions; yield the index and the answer of each, as they arrive.
+
+        `failed` in an answer says why it has no result.
+        """
         first, self._number = self._number, self._number + len(questions)
         waiting = list(range(first, self._number))
         patience_s = protocol.WALL_FACTOR * self._timeout_s + _PATIENCE_S

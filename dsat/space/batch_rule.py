@@ -72,7 +72,7 @@ class BatchRule:
         return batch.micro_batch % self.divisible_by == 0
 
     def _micro_batches_of(self, train_batch_size: int) -> set[int]:
-        """Return the micro batches that divide the samples per group, for `most_groups` groups."""
+        """Return all divisors of the samples of one of `most_groups` groups; empty if unequal."""
         per_slot, rest = divmod(train_batch_size, self.most_groups)
         most = 0 if rest else min(math.isqrt(per_slot), LARGEST_MICRO_BATCH)
         small = [d for d in range(1, most + 1) if per_slot % d == 0]

@@ -48,7 +48,7 @@ KINDS = {
     "finals are off": r"\(--finals 2 or more\)\.$",
     "too few trials for finals": r"\(--max-trials \d+ or more\)\.$",
     "finals did not begin": r"continue it with --resume",
-    "no finals needed": r"no other configuration was clearly faster",
+    "no finals needed": r"no other configuration is likely to be faster by enough",
     "finals are not over": r"finals have not finished",
     "yours failed again": r"your configuration failed when it was run again",
     "the faster failed again": r"faster configurations failed when run again",
