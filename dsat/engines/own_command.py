@@ -29,7 +29,7 @@ from dsat.engines.running import Running, log_activities
 from dsat.engines.start import LocalOptions, Start, StartMethod
 from dsat.engines.starts import StartBuilder
 from dsat.engines.supervisors import LOST, Supervisors
-from dsat.engines.trial_folder import log_files, read_end, remove_hook
+from dsat.engines.trial_folder import check_space, log_files, read_end, remove_hook
 from dsat.errors import DsatError, EngineError, ScriptFailed, UserInputError
 from dsat.in_trial import start_record
 from dsat.in_trial.hook import HOOK_FOLDER, RUN_VARIABLE, TRIAL_VARIABLE, UNMARKED_FILE
@@ -179,6 +179,7 @@ class OwnCommand:
 
     def _failure(self, ranks: Sequence[RankStart]) -> DsatError:
         """Return the error of a command if some of its ranks did not begin to train."""
+        check_space(self.folder)
         log = trial_result.log_tail(self.folder)
         # Read the report of a rank, too: the command may log to a file.
         report = next(iter(trial_result.read_reports(self.folder, 0.0)), None)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dsat.engines.running import Running
 from dsat.engines.start import FULL_RUN_ID, StartMethod
-from dsat.engines.trial_folder import log_files, read_end
+from dsat.engines.trial_folder import check_space, log_files, read_end
 from dsat.in_trial import failures
 from dsat.in_trial.rank_files import METRICS_FILE, PORTS_FILE, read_steps, result_file
 from dsat.values import format as fmt
@@ -43,6 +43,10 @@ def read_outcome(running: Running, *, timeout_s: float) -> Outcome:
 
     A measurement counts whatever the exit statuses are, since a process may fail later, at its
     exit. A full-length run, which measures nothing, is OK if all statuses are 0.
+
+    Raises:
+        OSError: the trial failed and its disk is full; it has no outcome, so a resumed run
+            repeats it.
     """
     folder = running.folder
     duration_s = round(time.monotonic() - running.began_s, 3)
@@ -61,6 +65,8 @@ def read_outcome(running: Running, *, timeout_s: float) -> Outcome:
     else:
         reports = read_reports(folder, duration_s)
         found = _failure(running, reports)
+        if found.kind is OutcomeKind.ERROR and running.trial.id != FULL_RUN_ID:
+            check_space(folder)
         shown = found.detail if found in reports else ""
         if found in reports and found.kind is OutcomeKind.ERROR:
             found = replace(found, completed_steps=read_steps(folder) or 0)

@@ -17,12 +17,14 @@ from dsat.command.experiment import Experiment
 from dsat.in_trial import hook
 from dsat.in_trial.adapters.user_files import read_created
 from dsat.in_trial.hook import HOOK_FOLDER, SPARE_FOLDER
+from dsat.values.files import write_atomically
 
 _log = logging.getLogger(__name__)
 COMMAND_FILE = "cmd.txt"
 PACKAGES_FOLDER = "packages"
 TRIALS_FOLDER = "trials"  # of a run's folder
 _END_BYTES = 64 * 2**10  # at the end of a log, to be read
+_SPACE_FILE, _SPACE_BYTES = "space", 64 * 2**10  # of `check_space`; a trial writes more
 
 
 def make_hook(folder: Path) -> None:
@@ -42,6 +44,12 @@ def remove_hook(folder: Path) -> None:
     """Remove the folders that `make_hook` creates."""
     for name in (HOOK_FOLDER, PACKAGES_FOLDER):
         shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def check_space(folder: Path) -> None:
+    """Raise OSError if the disk of a failed trial is full, which says nothing of its settings."""
+    write_atomically(folder / _SPACE_FILE, " " * _SPACE_BYTES)
+    (folder / _SPACE_FILE).unlink()
 
 
 class CreatedFolders:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,6 +65,19 @@ def test_only_what_is_no_fault_of_the_settings_is_run_again(
         ended = scripts.run(COUNTS.format(fails=fails))
     assert not ended.outcome.ok, "it was started again and again"
     assert (tmp_path / "starts").read_text().count("start") == starts
+
+
+def test_a_trial_on_a_full_disk_has_no_outcome(tmp_path: Path) -> None:
+    """The disk would else make its settings look bad, also when the run is resumed."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with scripts_in(tmp_path) as scripts:
+        scripts.run("train(make_engine())").well()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, limits[1]))  # as full, for this process
+        try:
+            with pytest.raises(OSError, match="File too large"):
+                scripts.run("sys.exit(1)")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 COMPARES = """
