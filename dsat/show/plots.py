@@ -64,8 +64,8 @@ def _throughput(view: RunView) -> Spec | None:
     at_the_foot = {"value": {"expr": "height - 8"}}
     return _plot(
         f"{metric} over the micro batch",
-        f"One point for each trial{its_interval}, a line through the best of each strategy; ✕ marks "
-        "trials that ran out of memory.",
+        f"One point for each trial{its_interval}, a line through the best of each strategy; ✕ "
+        "marks trials that ran out of memory.",
         320,
         _layer(list(upper.values()), {"type": "line", "opacity": 0.5}, {"x": x, "y": y, **colour}),
         _layer(ran, "rule", interval),
