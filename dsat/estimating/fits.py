@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import Iterator, Mapping
@@ -25,7 +26,7 @@ from dsat.simulation.protocol import Question
 from dsat.values import format as fmt
 from dsat.values import slow
 from dsat.values.trial import BatchTriple
-from dsat.values.zero_strategy import NONE, Strategy, of_config
+from dsat.values.zero_strategy import Strategy, of_config
 
 _log = logging.getLogger(__name__)
 _GB = 10**9
@@ -231,17 +232,23 @@ def _candidates(model: SimulatedModel, devices: EstimateSettings) -> Iterator[_C
     """
     [slots] = devices.slot_counts
     may_recompute = devices.activation_checkpointing is None
-    ways = ((0, True), (1, True), (2, True), (1, False), (2, False))  # offloaded states, pins
-    for (offloaded, pins), recomputes in itertools.product(
-        ways, (False, True)[: 1 + may_recompute]
-    ):
+
+    @functools.cache
+    def table_of(pins: bool, recomputes: bool) -> tuple[LineByLine, list[Strategy]]:
         config = model.config if pins else _unpinned(model.config)
         switches = {CHECKPOINTING: True} if recomputes else {}
+        table = LineByLine(replace(model, config=config), devices, switches)
+        return table, list(table.fastest_first())
+
+    ways = ((0, True), (1, True), (2, True), (1, False), (2, False))  # offloaded states, pins
+    recomputing = (False, True)[: 1 + may_recompute]
+    for (offloaded, pins), recomputes in itertools.product(ways, recomputing):
+        config = model.config if pins else _unpinned(model.config)
         added = (_CHECKPOINTS,) * recomputes + (_UNPINNED,) * (not pins)
         with_what = f" with {' and '.join(added)}" if added else ""
-        table = LineByLine(replace(model, config=config), devices, switches)
-        for strategy in table.fastest_first():
-            if sum(device != NONE for device in strategy.offloading.values()) == offloaded:
+        table, fitting = table_of(pins, recomputes)
+        for strategy in fitting:
+            if strategy.offloaded == offloaded:
                 note = f"simulating {strategy.label}{with_what}, which fits by formula"
                 yield _Candidate(with_strategy(config, strategy, slots), added, note)
     nearest = min(table.lines(), key=lambda line: _lacking(line, devices)).strategy

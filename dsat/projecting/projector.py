@@ -52,7 +52,8 @@ def project(settings: ProjectSettings) -> Projection:
         DsatError: the script or every strategy cannot be simulated, or the journal is damaged.
     """
     past = None if settings.from_run is None else past_runs.load(settings.from_run)
-    measured_on = None if past is None else gpu_of(past)
+    if past is not None:
+        gpu_of(past)  # refuses a run on CPU cores before anything is simulated
     count, name = settings.to
     gpu = gpus.find(name)
 
@@ -70,8 +71,8 @@ def project(settings: ProjectSettings) -> Projection:
         traced = trace(model, count, choose, accumulates=accumulates)
     network = None if settings.network is None else 1e9 / 8 * settings.network
     projector = Projector(traced, gpu, network)
-    if past is not None and measured_on is not None:
-        projector.calibrate(past, measured_on)
+    if past is not None:
+        projector.calibrate(past)
     return replace(projector.projection(model.name, settings), dtype=model.dtype)
 
 
@@ -181,16 +182,17 @@ class Projector:
         self.speed = ProjectedSpeed(hardware, list(traced.traces))
         self._calibrated_by = 0
 
-    def calibrate(self, past: PastRun, gpu: GpuModel) -> None:
-        """Correct all predictions by the trials of a run of the same model on a GPU model.
+    def calibrate(self, past: PastRun) -> None:
+        """Correct all predictions by the trials of a run of the same model.
 
         Raises:
             UserInputError: the run is of another model, or none of its trials can be used.
         """
         run, traced, slots = past.run, self._traced, past.run.plan.slots_per_trial
+        gpu = gpu_of(past)
         network = gpu.network_bandwidth
-        if self._network is not None and gpu == self._gpu:  # --network is also that of the run
-            network = self._network
+        if self._network is not None and gpu == self._gpu:
+            network = self._network  # --network describes the run's hosts too
         cluster = Cluster(gpu, slots, run.plan.slots_per_host or slots, network)
         points, log_s, errors = [], [], []
         for strategy, trial, metrics in measured(past, traced):

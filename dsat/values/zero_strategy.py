@@ -25,7 +25,7 @@ class Strategy:
     @property
     def offloads(self) -> bool:
         """Return whether optimizer states or parameters are stored on the host or on NVMe."""
-        return not NONE == self.offload_optimizer == self.offload_param
+        return self.offloaded > 0
 
     @property
     def name(self) -> str:
@@ -54,10 +54,15 @@ class Strategy:
         return {"offload_optimizer": self.offload_optimizer, "offload_param": self.offload_param}
 
     @property
+    def offloaded(self) -> int:
+        """Number of states that are offloaded: none, the optimizer's, or also the parameters."""
+        return (self.offload_optimizer != NONE) + (self.offload_param != NONE)
+
+    @property
     def burden(self) -> int:
         """Number of memory-saving measures that cost traffic, for ordering strategies."""
-        moved = (self.offload_optimizer != NONE) + (self.offload_param != NONE)
-        return (self.stage == 3) + moved + (NVME in (self.offload_optimizer, self.offload_param))
+        on_nvme = NVME in (self.offload_optimizer, self.offload_param)
+        return (self.stage == 3) + self.offloaded + on_nvme
 
 
 # Practitioners try strategies in this order until one fits in memory.

@@ -170,7 +170,7 @@ def test_the_network_of_a_run_on_the_same_gpus_is_counted_once(device: str, gpu:
             s = there.step_time(own, 16, asked.micro_batch, asked.gas).seconds
             metrics = replace(outcome.metrics, latency=1000 * s, ci95=0.01)
             run.outcomes[trial] = replace(outcome, metrics=metrics)
-    there.calibrate(past, projector.gpu_of(past))
+    there.calibrate(past)
     after = there.step_time(own, 16, 4, 1)
     assert after.seconds == pytest.approx(before.seconds, rel=0.1)
     assert after.parts["communication"] == pytest.approx(before.parts["communication"], rel=0.1)

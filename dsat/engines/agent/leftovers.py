@@ -54,7 +54,7 @@ def end_processes(run: Path) -> list[int]:
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """Kill processes; ignore those that have ended, and those of other users."""
+    """Kill processes; ignore ended processes and other users' processes."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
