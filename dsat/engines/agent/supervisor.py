@@ -77,7 +77,8 @@ _GRACE_AFTER_RESULT_S = 5.0
 _STUCK_AFTER_S = 60.0
 _GONE_WITHIN_S = 2.0
 _TRACKED_WITHIN_S = 10.0  # enough for a resource tracker to unlink everything on a busy host
-_POLL_S = 0.05  # between looks at the processes, files and deadlines of running trials
+# Between looks at the files and deadlines of running trials, and at processes without a pidfd.
+_POLL_S = 0.05
 
 
 @dataclass
@@ -87,10 +88,12 @@ class _Group:
     Attributes:
         request: the launch request.
         done: file after whose appearance the ranks may run `done_grace_s`; None once it was seen.
+        pidfds: by PID, descriptors that become readable when a rank ends; none before Linux 5.3.
     """
 
     request: Mapping[str, Any]
     pids: list[int] = field(default_factory=list)
+    pidfds: dict[int, int] = field(default_factory=dict)
     statuses: dict[int, int] = field(default_factory=dict)
     killed_ranks: set[int] = field(default_factory=set)
     kill_at: float = math.inf
@@ -133,8 +136,8 @@ class Supervisor:
         try:
             while True:
                 timeout_s = _POLL_S if self._groups else None
-                ready, _, _ = select.select([self._requests], [], [], timeout_s)
-                if ready and not self._read_requests():
+                ready, _, _ = select.select([self._requests, *self._pidfds()], [], [], timeout_s)
+                if self._requests in ready and not self._read_requests():
                     return
                 self._reap()
                 self._kill_overdue()
@@ -202,15 +205,20 @@ class Supervisor:
         sys.stdout.flush()
         sys.stderr.flush()
         own_pid = os.getpid()
-        descriptors = (self._requests, self._answers)
         for rank in request["ranks"]:
             leader = group.pids[0] if group.pids else 0
             pid = os.fork()
             if pid == 0:
-                become_rank(request, rank, leader, own_pid, descriptors)
+                inherited = [self._requests, self._answers, *self._pidfds()]
+                become_rank(request, rank, leader, own_pid, inherited)
             with contextlib.suppress(OSError):  # the child did it first, or is gone
                 os.setpgid(pid, leader or pid)
             group.pids.append(pid)
+            with contextlib.suppress(OSError):
+                group.pidfds[pid] = os.pidfd_open(pid)
+
+    def _pidfds(self) -> list[int]:
+        return [pidfd for group in self._groups.values() for pidfd in group.pidfds.values()]
 
     def _reap(self) -> None:
         while True:
@@ -222,6 +230,8 @@ class Supervisor:
                 return
             for group in self._groups.values():
                 if pid in group.pids:
+                    if pid in group.pidfds:
+                        os.close(group.pidfds.pop(pid))
                     self._note_end(group, group.pids.index(pid), os.waitstatus_to_exitcode(status))
                     break
 
