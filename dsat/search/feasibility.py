@@ -49,12 +49,6 @@ class Ended(NamedTuple):
         ended_early = kind.is_out_of_memory or kind is OutcomeKind.TIMEOUT
         return ended_early or self.outcome.smaller_may_run
 
-    @property
-    def is_unsound(self) -> bool:
-        """Return whether a value of its settings may be to blame."""
-        outcome = self.outcome
-        return not (outcome.ok or outcome.kind.is_out_of_memory or outcome.smaller_may_run)
-
 
 class Feasibility:
     """Probability that a configuration runs, from limits of memory and from other failures.
@@ -81,7 +75,7 @@ class Feasibility:
         # A lack of host memory depends on the strategy, so it says nothing about other strategies.
         on_slot = (each for each in failed if each.outcome.kind is not OutcomeKind.HOST_OOM)
         failed_on_slot = min((e.octaves for e in on_slot if e.is_too_large), default=math.inf)
-        self._blame([each for each in failed if each.is_unsound], ended)
+        self._blame([each for each in failed if each.outcome.is_unsound], ended)
         center, scale = (_PREDICTED if on_device else _ON_CORES) if predicted else _BOUNDED
         if failed_on_slot < center:
             scale = max(scale, _SURPRISED * (center - failed_on_slot))

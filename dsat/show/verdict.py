@@ -26,7 +26,6 @@ from dsat.values.trial import Trial, TrialKind
 
 _MOST_CHANGES = 5
 _MANY = 0.4  # fraction of the search's trials whose failures are worth a warning
-_FAULTS = (OutcomeKind.ERROR, OutcomeKind.DIVERGED, OutcomeKind.TIMEOUT)
 _NONE_CONFIRMED = "none of the leading configurations was confirmed on a re-run"
 
 
@@ -210,11 +209,12 @@ def _searched(run: Run) -> list[Outcome]:
 def _describe_failures(run: Run) -> list[str]:
     """Return a warning with the most frequent failure, if no trial of the search ran.
 
-    Also if many ended by an error, a divergence or a timeout.
+    Also if many failed other than by a lack of memory or of samples.
     """
     searched = _searched(run)
     ran = any(outcome.ok for outcome in searched)
-    failed = [o for o in searched if not ran or o.kind in _FAULTS]
+    unsound = [o for o in searched if o.is_unsound and o.kind is not OutcomeKind.CANCELED]
+    failed = unsound if ran else searched
     if len(failed) <= _MANY * len(searched):
         return []
     endings = Counter(fmt.outcome(outcome, run.plan.metric) for outcome in failed)

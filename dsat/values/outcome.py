@@ -334,6 +334,11 @@ class Outcome(Recorded):
     def ok(self) -> bool:
         return self.kind is OutcomeKind.OK
 
+    @property
+    def is_unsound(self) -> bool:
+        """Return whether a setting other than the micro batch may have caused a failure."""
+        return not (self.ok or self.kind.is_out_of_memory or self.smaller_may_run)
+
     def refuses(self, *flags: str) -> bool:
         """Return whether the trial failed because the script's parser does not know a flag."""
         unknown = self.message.partition("error: unrecognized arguments: ")[2].split()

@@ -74,7 +74,7 @@ KINDS = {
     "host optimizer": r"^Time: the optimizer on the host takes",
     # warnings
     "none of the others": r"^Warning: none of the \d+ other configurations ran",
-    "many of the others": r"^Warning: \d+ of \d+ other configurations failed, \d+ with ERROR",
+    "many of the others": r"^Warning: \d+ of \d+ other configurations failed, \d+ with [EI]",
     "not the other": r"^Warning: the only other configuration did not run: ",
     "first failure": r"^Warning: \S+ failed: ",
     "excluded": r"^Warning: \S+ is excluded",
@@ -200,6 +200,11 @@ CASES = {
     "many of the others do not run": Case(
         (*GAIN, "many of the others"),
         world={"failures": (Failure("ERROR", {"stage": [1, 2, 3]}, "rank 0: ValueError: odd"),)},
+        trials=12,
+    ),
+    "many of the others cannot be measured": Case(
+        (*GAIN, "many of the others"),
+        world={"failures": (Failure("INVALID", {"stage": [1, 2, 3]}, "its loss is no tensor"),)},
         trials=12,
     ),
     "the only other one does not run": Case(
