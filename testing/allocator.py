@@ -103,12 +103,12 @@ def configuration(
     """Build a DeepSpeed configuration.
 
     Args:
-        offload: `optimizer`, `optimizer param`, or empty.
+        offload: `optimizer`, `optimizer param`, or empty; always pinned.
         low_state: keep master weights, gradients and moments in bf16.
     """
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": bucket}
     for section in offload.split():
-        zero[f"offload_{section}"] = {"device": "cpu"}
+        zero[f"offload_{section}"] = {"device": "cpu", "pin_memory": True}
     config: dict[str, Any] = {
         "train_batch_size": micro_batch * gas * slots,
         "train_micro_batch_size_per_gpu": micro_batch,

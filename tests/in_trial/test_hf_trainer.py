@@ -51,13 +51,14 @@ def size_of(config):
     return copy.deepcopy({{**CONFIG, "train_micro_batch_size_per_gpu": config}})
 """
 MAKES = """
+alone = arguments()  # first: transformers 4.46 keeps in mind that others used DeepSpeed
 by_file, by_dict = arguments(deepspeed="ds_config.json"), arguments(deepspeed=size_of("auto"))
 note(
     by_file=fields_of(by_file),
     file=by_file.deepspeed,
     by_dict=fields_of(by_dict),
     dict=by_dict.deepspeed["train_micro_batch_size_per_gpu"],
-    alone=fields_of(arguments()),
+    alone=fields_of(alone),
 )
 control = TrainerControl(should_save=True)
 control.should_evaluate = control.should_log = True

@@ -84,7 +84,8 @@ def test_weights_are_loaded_by_each_rank_unless_stage_3_divides_them() -> None:
 def test_sub_groups_of_many_sizes_are_rounded_one_by_one() -> None:
     """The simulated engine of 32 B (Qwen2.5) pins 256 GiB: many sub-groups exceed 4 GiB."""
     facts = replace(FACTS, num_params=32_763_876_352, trainable_params=32_763_876_352)
-    pinned, _ = host.training(replace(facts, usual_param=141_557_760), offloaded(3), slots=1)
+    config = offloaded(3, pin_memory=True)
+    pinned, _ = host.training(replace(facts, usual_param=141_557_760), config, slots=1)
     assert pinned / GIB == pytest.approx(256, rel=0.06)
 
 

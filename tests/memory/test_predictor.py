@@ -219,7 +219,7 @@ def test_an_offloaded_optimizer_needs_16_bytes_of_the_host_for_each_parameter(
     stage: int, slots: int
 ) -> None:
     """Weights, gradients and two moments in fp32: Ren et al., ZeRO-Offload (2021)."""
-    offloaded = config(stage, offload_optimizer={"device": "cpu"})
+    offloaded = config(stage, offload_optimizer={"device": "cpu", "pin_memory": True})
     pinned, pageable = host.training(FACTS, offloaded, slots=slots)
     share = FACTS.num_params / slots
     assert pageable == (12 if stage == 3 else 8) * share, "moments, and weights if those are cut"
