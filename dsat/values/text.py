@@ -227,6 +227,11 @@ def shell_word(text: str) -> str:
     return f"$'{_UNPRINTABLE.sub(_as_bytes, text)}'"
 
 
+def redacted_command(words: Iterable[str]) -> str:
+    """Return a command for a shell, with `***` in place of its secrets."""
+    return " ".join(map(shell_word, hide_secrets_in_words(words)))
+
+
 def _as_bytes(found: re.Match[str]) -> str:
     """Return the escapes of a character's bytes; a surrogate stands for a byte of a file name."""
     return "".join(f"\\x{byte:02x}" for byte in found[0].encode("utf-8", "surrogateescape"))
