@@ -95,7 +95,7 @@ class FakeParameters:
         """Patch torch and DeepSpeed now, and transformers now or at its import."""
         self._replace(torch.nn.Parameter, "__new__", self._new_parameter)
         self._replace(torch.nn.Module, "register_buffer", self._register_buffer)
-        self._replace(torch.nn.Module, "_apply", _apply)
+        self._replace(torch.nn.Module, "_apply", convert_in_place)
         self._replace(FakeTensor, "__deepcopy__", lambda _: _copied)
         for name in _INITIAL_VALUES:
             self._replace(torch, name, self._initial_values)
@@ -217,7 +217,7 @@ def _in_constructor(frame: Any) -> bool:
     return False
 
 
-def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
+def convert_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `Module._apply` (`to`, `bfloat16`, ...): torch cannot swap fake parameters."""
 
     @functools.wraps(original)

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from dsat.simulation import named_cuda
 from dsat.simulation.attention import attention
-from dsat.simulation.fake_parameters import is_scripts
+from dsat.simulation.fake_parameters import convert_in_place, is_scripts
 from dsat.simulation.protocol import SimulationUnsupported
 from dsat.simulation.rank_views import RankViews
 from dsat.simulation.storage_tracker import StorageTracker
@@ -104,6 +104,8 @@ def apply(tracker: StorageTracker, device_type: str, ranks: int) -> None:
         module: Any = importlib.import_module(f"deepspeed.runtime.{name}")
         module.assert_ints_same_as_other_ranks = lambda *args, **kwargs: None
     _trust_vocabulary_shards()
+    # torch would swap fake parameters for new ones, which lack DeepSpeed's attributes.
+    torch.nn.Module._apply = convert_in_place(torch.nn.Module._apply)  # type: ignore[method-assign]
     # Fake tensors have no address, and DeepSpeed checks alignment.
     torch.Tensor.data_ptr = lambda self: 0  # type: ignore[method-assign]
     # `record_stream` only delays the reuse of memory.
