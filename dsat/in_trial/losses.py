@@ -6,8 +6,8 @@ The norm is taken in the first step, before clipping. In stages 1 to 3, and in s
 DeepSpeed's optimizers keep it. Otherwise dsat computes it: in stage 0, DeepSpeed has no
 norm in fp32, and 0.17.6 to 0.18.5 report a wrong one in bf16.
 
-With DeepSpeed's Muon, the norm in stages 1 to 3 is unknown: they replace the gradients by updates
-before they compute the norm and clip (0.19.8).
+With DeepSpeed's Muon, the norm in stages 1 to 3 is unknown: these stages replace the gradients by
+updates before they compute the norm and clip (0.19.8).
 """
 
 from __future__ import annotations

@@ -343,7 +343,7 @@ class Measurement:
         )
 
     def _most_samples(self) -> int | None:
-        """Return the largest micro batch of which an epoch fills one step; None if unknown."""
+        """Return the largest micro batch with a full step in each epoch; None if unknown."""
         gas = self._spec.gas
         of_epoch, _ = loaders.samples(self._spec.micro_batch, self.steps_seen * gas)
         return None if of_epoch is None else max(1, of_epoch // gas)

@@ -58,7 +58,7 @@ class MeterSpec(KnownBefore, Recorded):
         )
 
     def complete_from(self, engine: Any) -> MeterSpec:
-        """Return the specification; if `slots` is 0, with the engine's batch, stage and sizes."""
+        """Return the specification, with the engine's own values if `slots` is 0."""
         if self.slots:
             return self
         own = engine.train_micro_batch_size_per_gpu()

@@ -89,7 +89,7 @@ def _describe_process(
 
 
 def _devices_above() -> dict[str, str]:
-    """Return variables that choose devices, as the nearest process above had them at its start.
+    """Return variables that choose devices, each from the nearest ancestor that started with it.
 
     DeepSpeed's launcher removes them before it starts the ranks.
     """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CI_TARGET = 0.02
 CONFIDENCE = 0.95
-RAREST = 10  # at most one step in so many is an accident; more often it belongs to the training
+RAREST = 10  # one step in this many may be an accident; if more are long, training is the cause
 _FAR = 6.0  # robust standard deviations beyond the median
 _FAR_AT_LEAST = 0.1  # of the median
 _COEFFICIENTS = 20
@@ -121,7 +121,7 @@ def steps_wanted(count: int, ci95: float, most: int) -> int:
 
 
 def _accidents(values: Sequence[float], may_be: Sequence[bool]) -> list[int]:
-    """Return the positions of far longer steps; none unless they are rare and may be accidents."""
+    """Return the positions of far longer steps; none if these are frequent or have a reason."""
     median = statistics.median(values)
     spread = 1.4826 * statistics.median([abs(value - median) for value in values])
     bound = median + max(_FAR * spread, _FAR_AT_LEAST * median)

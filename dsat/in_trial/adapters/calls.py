@@ -66,7 +66,7 @@ class Adapter(NamedTuple):
 
 
 def entrance(adapter: Adapter, owner: Any = None) -> Callable[..., Any]:
-    """Return a `wrapt` wrapper: it calls the adapter's wrapper in its phases, else the function.
+    """Return a `wrapt` wrapper that calls the adapter's wrapper, in other phases the function.
 
     `owner`: the object, if a method is wrapped in one object only and not in its class.
     """

@@ -153,8 +153,8 @@ def check_arguments(call: Call) -> Any:
 def check_plugin(call: Call) -> Any:
     """Use the trial's configuration in accelerate's DeepSpeed plugin.
 
-    A later plugin with a configuration of its own keeps it, because it is for another model.
-    accelerate accumulates for all plugins alike, so only the accumulation steps follow.
+    A later plugin keeps its own configuration, which is for another model. Only its accumulation
+    steps become the trial's, because accelerate accumulates for all plugins alike.
     """
     importlib.import_module("deepspeed")  # makes this process a rank
     settings, plugin = call.trial.trainer, call.owner

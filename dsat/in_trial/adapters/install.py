@@ -67,7 +67,7 @@ def begin(folder: Path, *, is_below_rank: bool = False) -> None:
     """Activate the adapters for the trial in a folder.
 
     If the first run only records how ranks start, the folder has no specification. In a process
-    that a rank started (`is_below_rank`), only those act that protect files.
+    that a rank started (`is_below_rank`), only the adapters that protect files are active.
     """
     install()
     TRIAL.folder = folder
