@@ -40,7 +40,7 @@ from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 _POLL_S = 0.1
-_CHECK_S = 0.5  # between looks at all processes; a script needs longer from torch to its training
+_CHECK_S = 0.5  # between checks of all processes; from torch to training, a script needs longer
 _LAST_LINES = 50
 _HERE = 0
 _LOCAL_RANK = "LOCAL_RANK"
@@ -132,6 +132,7 @@ class OwnCommand:
         return self._recorded
 
     def is_of(self, trial: Trial) -> bool:
+        """Return whether a trial is the first one, and has the command's batch sizes."""
         config = self._recorded[0].config or {} if self._recorded else {}
         is_first = trial.id == _OWN.id and trial.kind is TrialKind.BASELINE
         return is_first and all(

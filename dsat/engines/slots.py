@@ -1,4 +1,4 @@
-"""Placement of trials on slots, with accounts of lost hosts."""
+"""Placement of trials on slots, and a record of lost hosts."""
 
 from __future__ import annotations
 

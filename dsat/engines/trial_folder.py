@@ -47,7 +47,7 @@ def remove_hook(folder: Path) -> None:
 
 
 def check_space(folder: Path) -> None:
-    """Raise OSError if the disk of a failed trial is full, which says nothing of its settings."""
+    """Raise OSError if a failed trial's disk is full; the failure is then not the settings'."""
     write_atomically(folder / _SPACE_FILE, " " * _SPACE_BYTES)
     (folder / _SPACE_FILE).unlink()
 
@@ -91,7 +91,7 @@ def read_end(log: Path) -> list[str]:
 
 
 def follow(log: Path) -> Iterator[str]:
-    """Yield at each call what a log has gained since the last one; empty if nothing."""
+    """Yield without end the text that a log has gained since the last yield; empty if none."""
     decoder, position = codecs.getincrementaldecoder("utf-8")("replace"), 0
     while True:
         new = b""

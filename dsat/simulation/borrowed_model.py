@@ -1,4 +1,4 @@
-"""The script's model: the stand-in engine that the script gets for it, and its simulations."""
+"""Simulations of the script's model, and the stand-in engine that the script gets for it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class BorrowedModel:
     def engine_for_the_script(self) -> Any:
         """Call `deepspeed.initialize` for stage 0 with SGD, on fake parameters; return its result.
 
-        Afterwards the model has its own tensors again, converted to the type that DeepSpeed trains.
+        Afterwards the model has its own tensors again, in the data type that DeepSpeed trains.
         """
         config = _of_stand_in(self._config)
         tracker = StorageTracker("cpu")
@@ -104,9 +104,8 @@ class BorrowedModel:
     def on_first_training_forward(self, serve: Callable[..., Any]) -> None:
         """Call `serve(args, kwargs)` in place of the engine's first forward pass in training.
 
-        The engine's `backward` and `step` look up what to do only when called: for
-        `engine.backward(engine(batch))`, Python reads `engine.backward` before the forward pass,
-        which sets what to do.
+        This pass also sets what the engine's `backward` and `step` do. They look it up only when
+        called, since in `engine.backward(engine(batch))` Python reads `engine.backward` first.
         """
         engine, original = self._engine, self._engine.forward
         self._after_forward = dict.fromkeys(("backward", "step"), _refuse_without_forward)

@@ -28,7 +28,7 @@ class Captured:
         arguments: its arguments by name, without the configuration.
         snapshot: the model as the script passed it.
         micro_batch: number of samples in the script's first batch.
-        follows_config: whether that is the micro batch of the script's configuration.
+        follows_config: whether `micro_batch` is the one in the script's configuration.
         packed_length: length of the one row that holds all samples; 0 if samples are not packed.
         sequence_length: tokens per sample; None for packed samples, and for other data than tokens.
         on_host: copies of the batch's integers on a device, by the `id` of the original.
@@ -72,9 +72,9 @@ class Captured:
         return sizes
 
     def numbers_for(self, candidate: Question, outputs: Any) -> dict[int, int]:
-        """Return the integers to replace between the forward and the backward pass.
+        """Return the integers to replace between the forward and the backward pass, with new ones.
 
-        A loss may use the micro batch as a number: of samples, or of two views of each sample. An
+        A loss may use the number of samples as an integer, or twice it for two views of each. An
         integer that is also the size of another dimension of the outputs is not replaced.
         `CAPTURED_MICRO_BATCH` is a number that hardly occurs otherwise.
         """

@@ -117,7 +117,7 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
 
 
 def _identify_all(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return two words that identify each host, from a command after the host's prefix.
+    """Return two words that identify each host, by a command run with the host's prefix.
 
     Raises:
         UserInputError: a host does not answer, or ssh needs a password.
