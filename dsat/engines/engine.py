@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 _SIMULATION_POLL_S = 0.05
 _AGAIN = "-again"  # suffix of the folder of a trial that runs again after losing a host
 # What ended a host or a rank, such as the end of an allocation, may soon end the other hosts and
-# this process. Without this pause, the second attempt would fail as well, which is final.
+# this process. Without this pause, the second attempt would fail as well, and that is final.
 _RETRY_AFTER_S = 1.0
 
 

@@ -40,7 +40,7 @@ from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 _POLL_S = 0.1
-_CHECK_S = 0.5  # between checks of all processes; from torch to training, a script needs longer
+_CHECK_S = 0.5  # between checks of all processes; scripts import torch earlier than they train
 _LAST_LINES = 50
 _HERE = 0
 _LOCAL_RANK = "LOCAL_RANK"
@@ -55,7 +55,7 @@ class OwnCommand:
 
     Args:
         command: the program with its arguments, as typed.
-        options: measurement options; their time limit also applies to `ranks`.
+        options: measurement options; their time limit also applies to the method `ranks`.
         measures: if False, ranks do not train: once recorded, they pause until `close`.
         ranks: number of processes of the command to start, with a launcher's variables; None if the
             command starts its ranks itself.

@@ -65,7 +65,7 @@ class Running:
         return self.hosts - self.ended.keys()
 
     def count_s(self) -> float:
-        """Count the time since the last call, at most 20 s: dsat may have been stopped or busy."""
+        """Add the time since the last call, at most 20 s (dsat may be stopped); return the sum."""
         read_s = time.monotonic()
         self.counted_s += min(read_s - self.read_s, 2 * PING_EVERY_S)
         self.read_s = read_s

@@ -23,6 +23,7 @@ class AgreedStep:
         samples, tokens: means over the ranks; tokens are NaN if unknown.
         data_ms: longest time that a rank waited for data loaders, outside of the phases.
         elements: number of tensor elements in the step's batches; the maximum over the ranks.
+        is_short: whether any rank lacked samples or micro steps.
         evaluated: whether any rank called the model outside of training.
         micro_steps: maximum over the ranks; 0 if unknown.
     """

@@ -55,7 +55,7 @@ TOO_FEW = (
 OWN_ACCUMULATION = (
     "each optimizer step of the script takes {k} times as many micro batches as "
     "gradient_accumulation_steps, so the global batch is {k} times train_batch_size. To let dsat "
-    "tune accumulation, {advice}. Change nothing if they are parts of one batch, such as real and "
+    "tune accumulation, {advice}. Change nothing if these are parts of one batch, such as real and "
     "generated samples"
 )
 STEP_ALWAYS = (
@@ -236,8 +236,8 @@ class BatchCounter:
     def _varies(self) -> bool:
         """Return whether the calls have different numbers of samples.
 
-        Only the last batch of each epoch may be smaller. So at least half of the calls must have
-        the micro batch; or, if no tensor has it as a dimension, other sizes must recur regularly.
+        The last batch of each epoch may be smaller: then at least half of the calls have the micro
+        batch. If no tensor has it as a dimension, the smaller batches must recur regularly.
         """
         rows = self._rows
         if self._carriers or not rows:

@@ -140,7 +140,7 @@ def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
 
 
 def _find_removed(config: Mapping[str, Any], key: str, text: str) -> str:
-    """Return the path of the setting that causes an error; the key if no part of it is enough."""
+    """Return the path of the setting that causes an error; the key if no single part does."""
     value = config[key]
     for inner in value if isinstance(value, Mapping) else ():
         error = _read({key: {name: each for name, each in value.items() if name != inner}})[1]

@@ -21,9 +21,9 @@ def compares_samples(loss: Any, micro_batch: int, ranks: int) -> bool:
 
     The graph of such a loss has a matrix with an element for each pair: a product of two matrices
     that are not parameters, distances between their rows, or an operation by elements on a column
-    and a row (`z[:, None] * z[None]`). For n samples, on one rank or on all ranks, it has n rows,
-    or 2n with two views. It has as many columns as rows, twice as many (hard negatives), or either
-    number for each rank (samples of other ranks).
+    and a row (`z[:, None] * z[None]`). With n samples on one rank or on all ranks, the matrix has
+    n rows, or 2n for two views. It has as many columns as rows, twice as many (hard negatives), or
+    either number for each rank (samples of other ranks).
     """
     waiting = deque([getattr(loss, "grad_fn", None)])
     known: set[Any] = set()

@@ -238,8 +238,8 @@ class Rank:
     def _find_accumulation_flag(self, outcome: Outcome) -> str:
         """Return the flag that trials must set to change accumulation; empty if there is none.
 
-        No flag is needed if trials set it in a Trainer's arguments, or if a flag has the Trainer's
-        name. None helps if the script ignores `gradient_accumulation_steps`.
+        No flag is needed if the script has a Trainer, whose arguments trials set, or a flag with
+        the Trainer's name. None helps if the script ignores `gradient_accumulation_steps`.
         """
         spec, switches, args = self._spec, TRIAL.trainer.switches.found, sys.argv[1:]
         facts = None if outcome.training is None else outcome.training.facts

@@ -72,9 +72,9 @@ class Captured:
         return sizes
 
     def numbers_for(self, candidate: Question, outputs: Any) -> dict[int, int]:
-        """Return the integers to replace between the forward and the backward pass, with new ones.
+        """Map integers to replace between the forward and the backward pass to their new values.
 
-        A loss may use the number of samples as an integer, or twice it for two views of each. An
+        A loss may contain the number of samples, or twice that number for two views of each. An
         integer that is also the size of another dimension of the outputs is not replaced.
         `CAPTURED_MICRO_BATCH` is a number that hardly occurs otherwise.
         """

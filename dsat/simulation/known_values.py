@@ -167,7 +167,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _forget_parts(out: Any, inputs: Iterable[Any]) -> None:
-        """Forget the values of results with unknown inputs: only a part may be constant."""
+        """Forget the values of results with unknown inputs, even if a part of them is constant."""
         own = {id(tensor) for tensor in tensors_in(inputs)}
         for tensor in tensors_in([out]):
             if id(tensor) not in own and hasattr(tensor, _REAL):
