@@ -229,7 +229,7 @@ class OwnCommand:
             )
 
     def _check_hook(self) -> None:
-        """Raise UserInputError if a process of the command with torch and a socket lacks the hook.
+        """Raise UserInputError if a process of the command has torch and a socket, but no hook.
 
         Such a process would train unmeasured, and overwrite checkpoints. Processes without a
         socket, which may prepare data, and processes that a rank started do not count.
@@ -273,7 +273,7 @@ def _maps(process: psutil.Process) -> str:
 def _is_below_rank(process: psutil.Process, hook: str) -> bool:
     """Return whether a process descends from a rank with torch and the hook.
 
-    Launchers may have both, but no rank's number.
+    A launcher may have both, but not the `LOCAL_RANK` of a rank.
     """
     above = itertools.takewhile(lambda parent: parent.pid != os.getpid(), process.parents())
     own = os.environ.get(_LOCAL_RANK)

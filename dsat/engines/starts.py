@@ -140,7 +140,7 @@ class _PreparedStart:
         program: entrypoint with the trial's configuration.
         ports: three ports that are free on this machine: for rank 0, and two for Determined.
         machine: the machine of the first host; all are alike.
-        addresses: of the hosts; loopback if there is only one.
+        addresses: the hosts' addresses; loopback if there is only one host.
     """
 
     builder: StartBuilder

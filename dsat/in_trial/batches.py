@@ -224,7 +224,7 @@ class BatchCounter:
         """Return the number of samples in a call; None if unknown.
 
         `carriers` are tensors with their sample dimensions. Without them, all tensors with more
-        than one row must have equally many.
+        than one row must have the same number of rows.
         """
         if carriers:
             sizes = [_size(shapes[p], d) for p, d in carriers.items() if p in shapes]

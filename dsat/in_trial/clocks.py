@@ -109,7 +109,7 @@ class MemoryWatch:
             self._peaks[kind, phase] = max(value, self._peaks.get((kind, phase), 0))
 
     def note_measured_steps(self) -> None:
-        """Raise the highest peak of any phase to the peak since the last reset, if that is more."""
+        """Raise the highest peak to that of the measured steps, which have no peaks by phase."""
         for kind, value in self._read().items():
             peaks = {key: peak for key, peak in self._peaks.items() if key[0] == kind}
             largest = max(peaks, key=lambda key: peaks[key])

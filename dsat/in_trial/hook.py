@@ -98,7 +98,7 @@ def _watch(folder: Path, start: dict[str, Any], *, is_rank: bool) -> None:
 
 
 def _mark_process(folder: Path) -> None:
-    """Map this file into memory: dsat recognizes the process and its forks by their maps."""
+    """Map this file into memory: dsat recognises the process and its forks by their maps."""
     try:
         import ctypes
 

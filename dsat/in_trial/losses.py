@@ -121,7 +121,7 @@ class LossWatch:
             self._norm = self._engine.get_global_grad_norm()
 
     def _is_misreported(self) -> bool:
-        """Return whether DeepSpeed's norm is of Muon's updates, or scaled although fp16 is off."""
+        """Return whether DeepSpeed's norm is wrong: of Muon's updates, or scaled without fp16."""
         engine = self._engine
         if engine.zero_optimization_stage() > 0 and type(engine.basic_optimizer).__name__ == MUON:
             return True

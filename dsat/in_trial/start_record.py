@@ -32,7 +32,7 @@ def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
 
     Args:
         start: pid, argv, cwd, cores and env at the process's start.
-        waits: whether the process waits to be ended after the record, instead of training.
+        waits: whether the process then waits until it is killed, instead of training.
     """
     records = folder / RECORDS_FOLDER
     written: list[Path] = []

@@ -220,7 +220,7 @@ def _efficient_backward(args: Sequence[Any]) -> int:
 
 
 def _shared_heads(query: torch.Tensor, key: torch.Tensor) -> int:
-    """Return the bytes of key and value gradients by query head; 0 if no head is shared."""
+    """Return the bytes of separate key and value gradients for all query heads; 0 if unshared."""
     if query.size(1) == key.size(1):
         return 0
     samples, heads, _, size = query.shape

@@ -162,8 +162,8 @@ class BorrowedModel:
         """Return an `optimizer` section for the optimizer that the script passes; empty if none.
 
         The type is Adam for DeepSpeed's Adam, and for torch's Adam and AdamW unless they use
-        `amsgrad` or `foreach=False`. `torch_adam` is true for torch's, unless it is fused. For
-        other optimizers, the type is the full name of the class.
+        `amsgrad` or `foreach=False`. `torch_adam` is true for torch's optimizers, unless they are
+        fused. For other optimizers, the type is the full name of the class.
         """
         passed = self._arguments.get("optimizer")
         if passed is None:

@@ -50,8 +50,8 @@ class Captured:
     def shape_for(self, candidate: Question, tensor: torch.Tensor) -> list[int]:
         """Return a tensor's shape on one rank of a candidate, by its micro batch and parallelism.
 
-        A tensor older than the engine counts as batch data only with exactly one row per sample: a
-        tensor of class weights, for example, has another number of rows.
+        A tensor older than the engine counts as batch data only if it has exactly one row for each
+        sample. A tensor of class weights, for example, has a different number of rows.
         """
         shape = tensor.shape
         length = self.packed_length // self.micro_batch or self.sequence_length or 0

@@ -85,7 +85,7 @@ def _importing_module() -> str:
 def _check_fork_safe(accelerator: str, device: Mapping[str, str]) -> str:
     """Return why a forked process cannot use a device; empty if it can, or on a CPU.
 
-    An import can silently prevent that, for example if it asks for the number of devices.
+    An import can silently make it impossible, for example by asking for the number of devices.
     """
     if accelerator == "cpu" or "torch" not in sys.modules:
         return ""

@@ -71,7 +71,7 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
     """Return the hosts with these names; the host of this process, if named, comes first.
 
     Raises:
-        UserInputError: ssh is missing, fails or asks for input; or two names are of this machine;
+        UserInputError: ssh is missing, fails or asks for input; or two names mean this machine;
             or ranks on other hosts cannot reach a host.
         EngineError: `ssh -G` fails.
     """

@@ -55,7 +55,7 @@ class _Adapted(_FunctionWrapper):  # type: ignore[misc]
 
 @functools.cache
 def install() -> None:
-    """Wrap the functions of `TABLE` when their modules are imported, or now if they are already.
+    """Wrap the functions of `TABLE` when their modules are imported, or now if they already are.
 
     Call this before other imports: modules that imported a function by name keep the original.
     """
