@@ -255,8 +255,7 @@ class BatchCounter:
     def _drops(self) -> bool:
         """Return whether calls other than the last of an epoch lack samples.
 
-        Batches that are filled by tokens do not count: they have more samples than the micro batch
-        in some calls, or far fewer on average.
+        Batches filled by tokens do not count: some are larger, or the average is far smaller.
         """
         full, rows = self._micro_batch, [count for count in self._rows if count is not None]
         if not rows or len(rows) < len(self._rows) or max(rows) > full:

@@ -110,7 +110,7 @@ def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
     """
     found = Verdict()
     kept = _without_auto(config)
-    refused: dict[str, str] = {}  # DeepSpeed's message, and the key that it refuses alone
+    refused: dict[str, str] = {}  # by DeepSpeed's message, the key that it refuses even alone
     for key, value in kept.items():
         section, error = _read({key: value})
         if error is not None and _is_of_model(error):

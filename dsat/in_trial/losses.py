@@ -153,7 +153,7 @@ class LossWatch:
             losses=tuple(_rounded(self._steps[i].loss) for i in kept),
             skipped=tuple(i + 1 for i in kept if not self._steps[i].applied),
             precision=precision.find(self._engine),
-            # DeepSpeed has 0 where it was not computed, and -1 after an overflow.
+            # DeepSpeed's norm is 0 where it was not computed, and -1 after an overflow.
             gradient_norm=norm if math.isfinite(norm) and norm > 0 else None,
             compares_samples=self._compares_samples,
             deepspeed_version=str(getattr(sys.modules.get("deepspeed"), "__version__", "")),

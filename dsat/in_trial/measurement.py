@@ -220,7 +220,7 @@ class Measurement:
         agreed = agree(marks, self._ranks, self._recorder.clock, spec)
         if not all(each.calls for each in marks):
             self._warn(UNSEEN)
-        # If data have no length, a Trainer's steps after an epoch may take more micro batches.
+        # With data of unknown length, a Trainer may take more micro batches after an epoch.
         fewest = min(each.micro_steps for each in marks) / spec.gas
         if fewest > 1:
             advice = OWN_BOUNDARY if self._recorder.has_own_boundary else STEP_ALWAYS

@@ -141,7 +141,7 @@ class BorrowedModel:
                 if tensor.device.type != "cpu" and not tensor.dtype.is_floating_point
             },
             uses_zero_init=self.uses_zero_init,
-            # If the batch itself is older than the engine, age identifies no other tensors.
+            # If the batch itself is older than the engine, age cannot distinguish other tensors.
             earlier=() if any(t in self.earlier for t in tensors_in(batch)) else self.earlier,
         )
         size = max((p.element_size() for p in model.parameters()), default=4)
@@ -193,7 +193,7 @@ class BorrowedModel:
         kind = ActivationPass if candidate.activations_only else Simulation
         run = kind(captured, candidate._replace(config=config))
         has_gradients: list[bool] = []
-        numbers = run.rules.numbers  # only while the script computes its loss
+        numbers = run.rules.numbers  # replaced only while the script computes its loss
 
         def watched(outputs: Any) -> Any:
             numbers.update(captured.numbers_for(candidate, outputs))

@@ -185,5 +185,5 @@ def _way_to(name: str, port: int | None) -> tuple[str, bool]:
     is_direct = options.get("port") in (None, "22") and not _PROXIES & options.keys()
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]), is_direct
-    except (OSError, UnicodeError):  # only other hosts resolve it, or it is no name of a host
+    except (OSError, UnicodeError):  # only other hosts resolve the name, or it is invalid
         return host, is_direct
