@@ -139,6 +139,7 @@ class Task:
         return replace(found, message=f"rank {rank_and_size()[0]}: {found.message}")
 
     def ended(self) -> Outcome:
+        """Return the measurement of a script that ended, or the reason why there is none."""
         return self.measured() or self._add_facts(failures.outcome(self.meter.shortfall))
 
     def _add_facts(self, outcome: Outcome) -> Outcome:

@@ -110,6 +110,7 @@ class LossWatch:
             self._norm = _total_norm(engine.module.parameters())
 
     def end_step(self, *, micro_steps: int, applied: bool) -> None:
+        """Finish an optimizer step; without `micro_steps` (0), each loss counts as one."""
         self._steps.append(_Step(self._sum, micro_steps or self.count, applied))
         self._sum, self.count = None, 0
         if not self._needs_norm:
@@ -145,6 +146,7 @@ class LossWatch:
         self._check()
 
     def curve(self) -> TrainingCurve:
+        """Return the losses and the gradient norm so far; waits for the device."""
         count = self._num_read
         kept = [i for i in range(count) if i < FIRST_STEPS or i >= count - LAST_STEPS]
         norm = math.nan if self._norm is None else float(self._norm)  # waits for the device

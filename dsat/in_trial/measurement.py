@@ -93,7 +93,12 @@ class Measurement:
         self._early: deque[StepMarks] = deque()  # the last steps before the first measured one
 
     def take(self, marks: StepMarks, skipped: bool) -> None:
-        """Process a finished optimizer step; a step that fp16 `skipped` is not measured."""
+        """Process a finished optimizer step; a step that fp16 `skipped` is not measured.
+
+        Raises:
+            Diverged: the loss is not finite, or too many steps were skipped.
+            InvalidTrial: the script's batches or accumulation do not suit the trial.
+        """
         self.steps_seen += 1
         marks.number = self.steps_seen
         if skipped:

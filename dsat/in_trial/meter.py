@@ -166,7 +166,11 @@ class Meter:
         adapters.adapt_engine(engine)
 
     def attach(self, engine: Any, *, first_step: int = 1) -> None:
-        """Start the measurement of an engine, at the optimizer step `first_step` or later."""
+        """Start the measurement of an engine, at the optimizer step `first_step` or later.
+
+        Raises:
+            InvalidTrial: the engine does not have the trial's configuration.
+        """
         spec = self.spec.complete_from(engine)
         check_engine(engine, spec)
         start = max(first_step, spec.options.start_step)

@@ -39,6 +39,7 @@ class MeterSpec(KnownBefore, Recorded):
     def build(
         cls, trial: Trial, options: TrialOptions, *, slots: int, host_slots: int = 1
     ) -> MeterSpec:
+        """Return the specification for a trial; a profile trial measures a single step."""
         measures = trial.kind is not TrialKind.PROFILE
         if not measures:
             # One measured step is enough. Memory peaks need a second step before it, since the

@@ -78,6 +78,7 @@ class ModelProfiler:
         return tensor
 
     def result(self, counter: BatchCounter) -> ModelProfile | None:
+        """Return the profile; None if the trial does not profile."""
         from deepspeed.accelerator import get_accelerator
 
         if not self._spec.profile:

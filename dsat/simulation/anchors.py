@@ -96,7 +96,7 @@ def variant_of(
     on_device: bool,
     say: Callable[[str], None],
 ) -> Variant:
-    """Simulate each configuration at about the largest micro batch that fits.
+    """Simulate each configuration at about the largest micro batch that fits into `limit_bytes`.
 
     The result has no anchor for a configuration that cannot be simulated.
 

@@ -54,6 +54,8 @@ class Simulator:
     script at exit.
 
     Args:
+        as_cpu: whether ranks run on a CPU.
+        script_args: values of the script's switches, by name.
         timeout_s: limit for the script to reach its first step, and for the processor time of each
             simulation.
         model_switches: switches to set on the script's model (`gradient_checkpointing`); others
