@@ -374,7 +374,7 @@ def _split_launcher(launcher: str, words: list[str]) -> tuple[dict[str, str], En
             raise UnknownStart(
                 f"{launcher} {word}: dsat does not know this option",
                 where=_WHERE,
-                hint="Write options in full, and their values as words of their own.",
+                hint="Write options in full, with a space before the value.",
             )
         if not equals and spelled in placement.VALUED[launcher] and rest:
             value = rest.pop(0)

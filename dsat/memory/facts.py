@@ -30,8 +30,8 @@ class ModelFacts:
             parameters.
         first_gradient_bytes_per_sample: activations that exist when the first gradient does.
         matmul_bytes_per_sample: peak of activations while matrices are multiplied.
-        held_bytes_per_sample: memory after the backward pass of the batch itself, and of outputs
-            that the script keeps.
+        held_bytes_per_sample: memory that remains after the backward pass: the batch itself, and
+            outputs that the script keeps.
         matmul_bytes: other memory while matrices are multiplied: first gradients, cuBLAS workspace.
         workspace_bytes: workspace of cuBLAS.
         param_bytes: bytes per element in the forward pass, unless a configuration sets fp16 or

@@ -205,7 +205,7 @@ def _between(
 
 
 def _group(config: Mapping[str, Any]) -> str:
-    """Return a name for strategy and parallelism, which share the corrections of a simulation."""
+    """Return a name of strategy and parallelism; equal names share a simulation's corrections."""
     return " ".join([of_config(config).name, parallelism.of_config(config).label]).strip()
 
 
@@ -351,7 +351,7 @@ class MemoryModel:
             )
 
     def _learn_pairs(self, shape: Shape, micro_batch: int, asked: int) -> None:
-        """Derive bytes per pair from the size of a failed allocation, of which a loss makes two."""
+        """Derive bytes per pair from a failed allocation, of which a loss usually makes two."""
         if all(each.micro_batch >= micro_batch for each in self._observations):
             return  # no smaller micro batch ran, so nothing indicates quadratic growth
         missing = 2 * asked - self.predicted_bytes(shape, micro_batch)

@@ -57,7 +57,7 @@ def check_form(words: Sequence[str]) -> None:
         raise UserInputError(
             "needs a shell",
             where=given,
-            hint="Give the whole line to one: dsat tune bash -c '...'.",
+            hint="Run the whole line in a shell: dsat tune bash -c '...'.",
         )
     if is_line:
         raise UserInputError(

@@ -144,8 +144,8 @@ def check_slots(hosts: Sequence[Host], slots: int, *, where: str) -> None:
     hint = f"Use --devices {most} or another machine."
     if len(hosts) > 1:
         hint = (
-            f"A trial has devices of one host, or whole hosts: up to {each}, or a multiple of it "
-            f"up to {most}."
+            f"A trial runs on one host (up to {each} devices) or on whole hosts (a multiple of "
+            f"{each}, up to {most})."
         )
     raise UserInputError(
         f"a trial needs {fmt.count(slots, 'device')}, but there are {describe(hosts)}",

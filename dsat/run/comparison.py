@@ -95,7 +95,7 @@ def _squares_beside_drift(values: Sequence[float]) -> float:
 
 
 def _prior_freedom(pairs: int, searched: int) -> int:
-    """Return the prior's degrees of freedom, for pairs and runs of the search that also count."""
+    """Return the prior's degrees of freedom for a number of pairs and of runs of the search."""
     return {1: 1 + searched, 2: 1}.get(pairs, 0)
 
 
@@ -179,8 +179,8 @@ class Comparison:
     def is_clear(self, least: float | None) -> bool:
         """Return whether further pairs are unnecessary.
 
-        They are if one configuration is better with 99 % confidence, or if a worthwhile gain is
-        excluded with 99 % confidence.
+        This is so if one configuration is better, or if no worthwhile gain is possible, with 99 %
+        confidence.
 
         Args:
             least: logarithm of the smallest worthwhile gain; None if every gain is worthwhile.

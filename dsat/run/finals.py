@@ -125,9 +125,9 @@ def _expect_again(contestants: Sequence[Contestant]) -> list[float]:
     """Return the expected log value of each configuration in a re-run.
 
     A noisy measurement above its prediction is mostly luck. So each measurement is shrunk towards
-    its prediction plus the mean error of all predictions. The more of the variation of these errors
-    noise can explain, the more is shrunk (DerSimonian and Laird, Controlled Clinical Trials 7
-    (1986)).
+    its prediction plus the mean error of all predictions. It is shrunk the more, the better noise
+    alone explains the variation of these errors (DerSimonian and Laird, Controlled Clinical Trials
+    7 (1986)).
     """
     predicted = np.array([c.predicted for c in contestants])
     values = np.array([c.log_value for c in contestants]) - predicted
@@ -157,7 +157,7 @@ class Rules:
         trials: number of runs allowed.
         indifference: gain, as a fraction, below which a larger global batch is not worth it.
         least_gain: the finals end early if the gain is surely below this fraction; None for never.
-        first_look: number of pairs after which the pairs are judged for the first time.
+        first_look: number of pairs after which the gain is judged for the first time.
         most_failures: number of failed re-runs after which the next candidate replaces the pick.
     """
 
@@ -169,7 +169,7 @@ class Rules:
 
     @classmethod
     def of_event(cls, event: Mapping[str, Any]) -> Rules:
-        """Return the rules in a finals event; missing ones have earlier versions' values."""
+        """Return the rules in a finals event; those of earlier versions replace missing ones."""
         return cls(
             trials=event["trials"],
             indifference=event["indifference"],
@@ -257,7 +257,7 @@ class Finals:
 
     @property
     def is_worth_it(self) -> bool:
-        """Return whether the pick is better, and if its global batch is larger, by enough."""
+        """Return whether the pick is better, and by enough if its global batch is larger."""
         comparison = self.comparison
         if comparison is None or self.pick is None or not self.is_better:
             return False

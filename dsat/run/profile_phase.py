@@ -104,7 +104,7 @@ class ProfilePhase:
             self._keeps_micro_batch = strategies.keeps_micro_batch(self._plan, outcome)
 
     def _may_fit_smaller(self, outcome: Outcome) -> bool:
-        """Return whether the smallest micro batch may run although the user's own failed."""
+        """Return whether the smallest micro batch may run although the user's one failed."""
         own = self._plan.own_batch
         if outcome.kind is OutcomeKind.INVALID:
             return outcome.smaller_may_run and own.micro_batch > self._smallest_micro_batch

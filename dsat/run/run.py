@@ -347,7 +347,7 @@ def _variation_of_repeat(run: Run) -> Variation | None:
 
 
 def check_of(run: Run) -> TrainingCheck:
-    """Return the check that trials train like the user's own configuration, which has ended."""
+    """Return the check that trials train like the baseline, which must have ended."""
     assert run.baseline is not None
     trials, outcomes, version = run.trials, run.outcomes, run.deepspeed_version
     return TrainingCheck(

@@ -32,7 +32,7 @@ _MOST_REPEATED = 1000  # consecutive proposals of known configurations that end 
 
 
 class SearchPhase:
-    """The phase of the search: decides on its next trial.
+    """The search of a run, which decides on the next trial.
 
     Everything is computed from the run, so a search can continue wherever its journal is read.
     `forecast` is None if memory is not predicted, or if nothing was predicted to fit.
@@ -102,7 +102,7 @@ class SearchPhase:
                 self._check_point(plain.point)
         except ValueError as error:
             raise UserInputError(
-                f"`{type(self._search).__name__}.propose` answered {answer!r}: {error}",
+                f"`{type(self._search).__name__}.propose` returned {answer!r}: {error}",
                 where=f"search {self._plan.method!r}",
             ) from None
         return plain

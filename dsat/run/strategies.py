@@ -35,7 +35,7 @@ _SOME_MODEL = ModelFacts(
 
 
 def searched(plan: Plan) -> tuple[Strategy, ...]:
-    """Return the strategies to search if the user's own fits.
+    """Return the strategies to search if the user's own strategy fits.
 
     Offloading stays as the user configured it, unless `--search` includes it: if the model fits
     without it, offloading only costs time.
@@ -47,7 +47,7 @@ def searched(plan: Plan) -> tuple[Strategy, ...]:
 
 
 def fallbacks(plan: Plan) -> tuple[Strategy, ...]:
-    """Return the strategies to try in turn if the user's own does not fit."""
+    """Return the strategies to try in turn if the user's own strategy does not fit."""
     least = _needed_bytes(plan, of_config(plan.base_config))
     found = []
     for strategy in USUAL_ORDER:

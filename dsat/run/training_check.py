@@ -27,7 +27,7 @@ def training_of(plan: Plan, trial: Trial) -> hazards.Training:
 
 
 def _tokens_per_sample(outcome: Outcome) -> float:
-    """Return tokens per sample, which was counted or assumed; 0 if tokens were not counted."""
+    """Return tokens per (counted or assumed) sample; 0 if tokens were not counted."""
     metrics = outcome.metrics
     if metrics is None or metrics.throughput <= 0:
         return 0.0

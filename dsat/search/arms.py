@@ -108,7 +108,7 @@ class Arm:
             self.hi = -1
 
     def limit(self, micro_batch: float) -> None:
-        """Exclude larger micro batches."""
+        """Exclude micro batches larger than this one."""
         self.hi = min(self.hi, bisect.bisect_right(self.sizes, micro_batch) - 1)
 
     def propose(self, position: int, **note: int) -> Proposal:

@@ -20,8 +20,8 @@ EXHAUSTED = "every configuration was tried"
 RANGE_FACTOR = search_option(
     "--search-range-factor",
     "search all micro batches from the beginning, up to X times the largest predicted to fit. "
-    "1 is the predicted range; raise X if the predictions are too high (default: raise micro "
-    "batches step by step, while more samples are faster)",
+    "Use 1 for the predicted range, and more if the predicted memory is too high (default: raise "
+    "micro batches step by step, while more samples are faster)",
     kind=POSITIVE_NUMBER,
 )
 

@@ -76,7 +76,7 @@ def _select_micro_batches(
 
 @dataclass(frozen=True)
 class Candidates:
-    """Configurations to compare, as arrays of one length n.
+    """Configurations to compare, as arrays of equal length n.
 
     Attributes:
         usual_cost: predicted seconds of a trial of the best configuration so far; infinite if

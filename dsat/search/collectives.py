@@ -88,7 +88,7 @@ class Network:
         return min(map(spent, self.protocols))
 
     def _moved_s(self, collectives: Collectives, inside: int, hosts: int) -> float:
-        """Return the seconds to move the bytes once, without latency; hosts have `inside` ranks."""
+        """Return the seconds to move the bytes once, without latency; a host has `inside` ranks."""
         ranks, bandwidth = collectives.ranks, self.link_bandwidth
         if collectives.kind.startswith(ALL_TO_ALL):  # every rank has one network port
             here, there = (inside - 1) / bandwidth, (ranks - inside) / self.network_bandwidth

@@ -45,7 +45,7 @@ class ModelSearch(Search):
 
     needs_time = True
     summary = (
-        "the usual choice: predicts speed and memory of everything, and tries the most promising"
+        "the default: predicts speed and memory of all configurations and tries the most promising"
     )
     options: ClassVar[Mapping[str, Option]] = {
         "stop_when": search_option(

@@ -66,7 +66,7 @@ class Predictions:
         histories: past and running trials of each combination of settings.
         count: number of measurements.
         measured: settings of the measurements that are fitted; see `_to_fit`.
-        measured_points: the same as `Points`, as if each had run alone.
+        measured_points: the fitted configurations as `Points`, as if each had run alone.
         running: running trials as `Points`.
         lacking: pairs of micro batch and accumulation steps that need more samples than there are,
             as do all pairs that are at least as large in both.

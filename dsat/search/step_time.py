@@ -259,7 +259,7 @@ def acts_on_whole_step(setting: str) -> bool:
 
 
 def _recomputed(checkpointing: Any) -> float:
-    """Return the factor by which recomputing all, half or none of the forward pass adds FLOPs."""
+    """Return the factor on FLOPs if all, half or none of the forward pass is recomputed."""
     if checkpointing == EVERY_SECOND:
         return 7 / 6
     return 1.0 if checkpointing in (None, False) else 4 / 3
@@ -332,7 +332,7 @@ class Terms:
         backward = kernels - forward
 
         def beside(communication: Array) -> Array:
-            """Return the time of a backward pass, which hides communication except a bucket's."""
+            """Return the time of a backward pass that hides communication but the last bucket's."""
             shown: Array = communication * self._unhidden
             return shown + _larger(backward, communication)
 

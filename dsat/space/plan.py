@@ -28,7 +28,7 @@ _LABELS = {
     "search_options": "option of the search",
     "switches": "the script's switch",
     "defaults": "DeepSpeed's default of",
-    "offload_helps": "devices with memory of their own",
+    "offload_helps": "devices with separate memory",
     "measured.program": "the command, its arguments, hyperparameters or argument mappings",
     "measured.steps": "profile steps (start, end, most)",
     "measured.device": "device",

@@ -343,7 +343,7 @@ def _with_first(first: Any, values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _useful_values(setting: Setting, situation: Situation, space: Space) -> tuple[Any, ...]:
-    """Return the values worth trying, with only the smallest of sizes beyond the whole model.
+    """Return the values worth trying; of sizes beyond the whole model, only the smallest.
 
     If the default bucket exceeds `roomy_bucket`, a smaller one comes first.
     """
