@@ -151,6 +151,6 @@ def _clears(words: Sequence[str], env: Mapping[str, str]) -> str:
         lambda word: word.startswith("-") or shutil.which(word) is None, words
     )
     variable = f"SLURM_EXPORT_ENV={env.get('SLURM_EXPORT_ENV') or 'ALL'}"
-    # The option wins.
+    # The option overrides the variable.
     *_, (setting, names) = _EXPORT.findall(" ".join([variable, *options]))
     return "" if "ALL" in names.upper().split(",") else f"{setting}={names}"

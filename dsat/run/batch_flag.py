@@ -48,6 +48,7 @@ class BatchFlag:
         return not self._leading.isdisjoint((self.name, self.accumulation))
 
     def update(self, trial: Trial, outcome: Outcome, own_micro_batch: int) -> None:
+        """Update the flags by a trial's outcome; `own_micro_batch` is the user's."""
         flag, found, kind = trial.batch_flag, outcome.batch_flag, outcome.kind
         is_other = trial.batch.micro_batch != own_micro_batch
         is_error = kind is OutcomeKind.ERROR and is_other

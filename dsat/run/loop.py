@@ -19,9 +19,9 @@ _POLL_S = 0.5
 
 
 class Observer(Protocol):
-    """Observer of a run: its trials, the start of its search, and every poll of the engine.
+    """Observer of a run, whose methods do nothing by default.
 
-    By default, the methods do nothing.
+    `began` is called when the search begins, and `waited` after each poll of the engine.
     """
 
     def started(self, run: Run, trial: Trial) -> None:

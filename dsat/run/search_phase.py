@@ -108,7 +108,7 @@ class SearchPhase:
         return plain
 
     def _check_point(self, point: Point) -> None:
-        """Raise ValueError if a point is outside of the space."""
+        """Raise ValueError if a point is outside the space."""
         branches = self._space.branches
         if point.branch not in range(len(branches)):
             raise ValueError("the space has no such branch")

@@ -184,7 +184,7 @@ class Arms:
         outcomes = [each.outcome for each in observations if each.outcome is not None]
         limits = [each.most_samples for each in outcomes if each.most_samples is not None]
         self._most_samples: float = min(limits, default=math.inf)
-        self._too_large = [math.inf for _ in self.branches]  # smallest that time or errors exclude
+        self._too_large = [math.inf for _ in self.branches]  # smallest sizes that failures exclude
         self._largest = math.inf  # largest micro batch that ran, while throughput still grows
         if problem.ramp:
             self._limit_growth(observations)
@@ -327,7 +327,7 @@ class Arms:
             drawn[number].add(index)
             arm = self.arm(number, index)
             known = self.branches[number]
-            if not arm.ours and not known.largest_ran:  # the failure had other settings
+            if not arm.ours and not known.largest_ran:  # stay below failures of other settings
                 arm.limit(max(self._sizes[0], known.least_failed - 1))
             if self.is_open(arm):
                 self.begin(arm)

@@ -16,8 +16,8 @@ Values = Sequence[tuple[str, str]]
 """Names of settings and their values, as JSON text."""
 
 # Predictions are either good or far off. So the log2 ratio of the largest micro batch that fits to
-# the predicted one has a Cauchy distribution. Its center and scale are for no prediction
-# (activations alone give an upper bound), for predictions on CPU cores, and for those on devices.
+# the predicted one has a Cauchy distribution. These are its center and scale: without a prediction
+# (activations alone give an upper bound), on CPU cores, and on devices.
 _BOUNDED, _ON_CORES, _PREDICTED = (-1.0, 0.5), (0.0, 0.15), (0.05, 0.05)
 # Once a trial ran above the log2 ratio `_NEAR`, predictions are good: the scale is multiplied by
 # `_CONFIRMED`. Without this, the worst replay ends at 96.5 % instead of 97.2 % (see `choice`).

@@ -305,7 +305,7 @@ class Terms:
         self._gathered = w["gathered"]
         self._reduced = w["reduced"] + w["gathered"]
         self._last = np.where(w["reduced_last"] > 0, w["reduced_last"], self._reduced)
-        self._unhidden = 1 / np.maximum(1.0, w["reductions"])  # fraction that comes after the pass
+        self._unhidden = 1 / np.maximum(1.0, w["reductions"])  # fraction after the backward pass
         # Times that kernels wait for: copies, links, and the host.
         self._copied = w["copies"] / memory
         self._waited = w["waited"]

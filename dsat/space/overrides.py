@@ -61,7 +61,7 @@ def strategy_settings(
     """
     zero = config.get("zero_optimization") or {}
     own = of_config(config, 3)
-    is_own = strategy.stage > 0 and strategy == of_config(config)  # perhaps with NVMe for the host
+    is_own = strategy.stage > 0 and strategy == of_config(config)  # where NVMe may mean the host
     settings: dict[str, Any] = {}
     for section, wanted in strategy.offloading.items():
         if is_own or wanted == own.offloading[section]:

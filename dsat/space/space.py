@@ -166,6 +166,7 @@ class Space:
         return tuple(_branch(strategy, self) for strategy in self.strategies)
 
     def batch(self, micro_batch: int, settings: Mapping[str, Any] | None = None) -> BatchTriple:
+        """Return the batch sizes; raise ValueError if the micro batch exceeds the global batch."""
         shared = self.freedom.parallelism(settings)
         own = int((settings or {}).get(GAS, self.gas))
         gas = self.accumulation(micro_batch, shared.data(self.slots), own)
