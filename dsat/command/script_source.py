@@ -35,7 +35,7 @@ def starts_ranks(source: str, name: str) -> bool:
 
     A script that spawns ranks but also reads its rank from the environment does not count, because
     a launcher may start it. If the script itself trains, a launcher counts only if it starts this
-    script (`name`), because others may start an evaluation.
+    script (`name`), and not an evaluation, say.
     """
     calls = [source[call.end() : call.end() + _CALL] for call in _STARTS_PROGRAMS.finditer(source)]
     launches = [each for call in calls if _NAMES_LAUNCHER.search(each := call.split(")\n")[0])]

@@ -123,9 +123,9 @@ class Comparison:
         Run-to-run variation is estimated from the differences within pairs, and from the sums of
         pairs after a steady drift of the machine is subtracted. Up to three pairs are too few for a
         good estimate, so the search's run of the first configuration counts too; with a single
-        pair, also that of the second. With two or three pairs, that run is dropped if it differs
-        significantly, because the first trial of a search may differ much from all others
-        (Bancroft, Annals of Mathematical Statistics 15 (1944)).
+        pair, the second's too. With two or three pairs, a run that differs significantly is
+        dropped, because the first trial of a search may differ much from all others (Bancroft,
+        Annals of Mathematical Statistics 15 (1944)).
 
         Args:
             pairs: log values of the first and the second configuration.

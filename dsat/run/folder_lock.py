@@ -21,8 +21,8 @@ _TRY_FOR_S = 1.0  # retry, because `is_locked` holds a shared lock for microseco
 class FolderLock:
     """Lock of a folder against other dsat processes, from creation to `close`.
 
-    The folder is created if necessary. The lock is a kernel lock of a file in it, so it ends with
-    this process.
+    The folder is created if necessary. The kernel holds the lock, on a file in the folder, and
+    releases it when this process ends.
 
     Raises:
         JournalLocked: another process works there; the message names it.

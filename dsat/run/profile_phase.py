@@ -180,7 +180,7 @@ def name_of_trial(trial: Trial) -> str:
 def _is_of_script(trial: Trial, outcome: Outcome) -> bool:
     """Return whether the script failed for a reason other than the configuration.
 
-    It did so if it failed before it called `deepspeed.initialize`, or if its own code raised the
+    This is so if the script failed before `deepspeed.initialize`, or if its own code raised the
     error after whole optimizer steps with the user's own configuration.
     """
     if outcome.before_engine:

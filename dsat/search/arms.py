@@ -158,8 +158,8 @@ class Arms:
 
     Attributes:
         begun: the arms that the search began, by number.
-        known: arms by branch and index: those that began, those of trials that the search did not
-            propose, and those that this decision considered.
+        known: all arms of this decision by branch and index, also those that the search did not
+            begin.
         rng: random generator for this decision.
     """
 

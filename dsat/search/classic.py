@@ -163,9 +163,9 @@ class ASHASearch(ArmSearch):
 class RandomSearch(ArmSearch):
     """Search that draws micro batches around the middle of the open range, and ends arms early.
 
-    An arm ends when it has used its trials, or when another sharding strategy with less traffic ran
-    (such as stage 1 or 2 for an arm in stage 3 or with offloading). It also ends when it ran out of
-    memory and cannot exceed the largest micro batch that ran in its branch. A new arm starts above
+    An arm ends when its trials are used up, or when a sharding strategy with less traffic ran (such
+    as stage 1 or 2 for an arm in stage 3 or with offloading). An arm that ran out of memory also
+    ends if it cannot exceed the largest micro batch that ran in its branch. A new arm starts above
     the best micro batch of its branch if that should fit.
     """
 

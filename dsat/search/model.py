@@ -38,8 +38,8 @@ class ModelSearch(Search):
 
     Args:
         stop_when: end the search if every further trial takes too long or is expected to gain less
-            than this fraction, once every strategy without offloading ran or failed three times; 0
-            for never.
+            than this fraction; 0 for never. Before that, every strategy without offloading must
+            have run, or failed three times.
         early_stopping: end the search after this number of trials without a new best.
     """
 

@@ -105,8 +105,8 @@ class Freedom:
     def fixed(self) -> tuple[str, ...]:
         """Settings that are not searched.
 
-        They are the settings of `--keep`, and those of `zero_optimization` that the user set to a
-        value other than "auto", except settings in `--search` or `choices`.
+        They are the settings of `--keep`, and those that the user's `zero_optimization` sets to a
+        value other than "auto", unless they are in `--search` or `choices`.
         """
         zero = self.base_config.get("zero_optimization") or {}
         freed = {"stage", *self.tune, *self.choices}

@@ -56,8 +56,8 @@ class BatchTriple:
     def config(self) -> dict[str, int | None]:
         """Return the batch sizes under DeepSpeed's keys.
 
-        The global batch size is None if devices share samples, because DeepSpeed 0.19.8 checks it
-        against different group sizes in its engine and in stage 3, and the Trainer uses a third.
+        The global batch size is None if devices share samples, because the engine and stage 3 of
+        DeepSpeed 0.19.8, and the Trainer, compute it with different numbers of groups.
         """
         is_plain = self.parallelism == DATA_ONLY
         return {
