@@ -73,8 +73,7 @@ class Variant:
 class Basis(Recorded):
     """Simulations, or a profile, from which a search predicts memory.
 
-    The first variant has the user's switches. `note` says why nothing was simulated; it is empty
-    otherwise.
+    The first variant has the user's switches. `note` says why nothing was simulated, if so.
     """
 
     variants: tuple[Variant, ...]

@@ -30,10 +30,7 @@ def read_run(path: Path) -> Run:
 
 
 def difference(run: Run, plan: Plan, info: Mapping[str, Any]) -> str | None:
-    """Return why a plan cannot use an earlier run's measurements; None if it can.
-
-    `info` are the new run's versions and digests, as in a journal.
-    """
+    """Return why a plan cannot use an earlier run's measurements; None if it can."""
     was = _conditions(run.plan, plan, run.info)
     now = _conditions(plan, run.plan, info)
     for name in dict.fromkeys([*was, *now]):

@@ -152,8 +152,7 @@ class Arms:
 
     Args:
         observations: all trials, in the order in which they began.
-        range_factor: upper end of new arms, as a multiple of the largest micro batch that should
-            fit.
+        range_factor: upper end of arms, as a multiple of the largest micro batch that should fit.
         sizes: micro batches to try; by default all that the space allows.
 
     Attributes:

@@ -95,10 +95,7 @@ class Feasibility:
             self._ran[at] = min(self._ran[at], octaves - 1e-3)
 
     def _blame(self, failures: Sequence[Ended], ended: Sequence[Ended]) -> None:
-        """Blame each failure on those of its values that never ran.
-
-        If all ran, blame all of them, or for a timeout none.
-        """
+        """Blame a failure on its values that never ran; if all ran, on all (a timeout on none)."""
         for each in ended if failures else ():
             if each.outcome.ok or each.outcome.kind.is_out_of_memory:
                 self._sound.update(each.values)

@@ -22,8 +22,7 @@ class BatchRule:
         divisible_by: micro batches are multiples of this.
         micro_batches: the only micro batches to try; empty for no such limit.
         min_micro_batch, max_micro_batch: inclusive bounds; None for `LARGEST_MICRO_BATCH`.
-        max_train_batch_size: if given, gradient accumulation fills the global batch up to this
-            size.
+        max_train_batch_size: if given, accumulation fills the global batch up to this size.
     """
 
     slots_per_trial: int
