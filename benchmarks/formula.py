@@ -22,7 +22,7 @@ from benchmarks.common import GIB, Bar
 from dsat.command.ds_config import BATCH_KEYS
 from dsat.estimating.options import EstimateSettings
 from dsat.memory import closed_form
-from dsat.memory.strategies import compared, with_strategy
+from dsat.memory.strategies import apply_strategy, compared
 from dsat.prepare.simulated_model import simulate
 from dsat.simulation.protocol import Question
 
@@ -92,7 +92,7 @@ def rows(
             facts = model.simulator.facts(model.config)
             cases = list(itertools.product(compared(model.config), slots, gas))
             questions = [
-                Question({**with_strategy(model.config, s, n), BATCH_KEYS[2]: steps}, 1, n)
+                Question({**apply_strategy(model.config, s, n), BATCH_KEYS[2]: steps}, 1, n)
                 for s, n, steps in cases
             ]
             answers = model.simulator.estimates(questions)

@@ -28,7 +28,7 @@ from dsat.estimating.tables import needed_bytes
 from dsat.memory import closed_form
 from dsat.memory.facts import ModelFacts
 from dsat.memory.predictor import Basis, MemoryModel
-from dsat.memory.strategies import compared, with_strategy
+from dsat.memory.strategies import apply_strategy, compared
 from dsat.options import LORA
 from dsat.prepare.simulated_model import simulate
 from dsat.projecting.projector import Projector
@@ -233,7 +233,7 @@ def _memory(
     for machine, (gpus, gib, _) in MACHINES.items():
         fits = {}
         for strategy in compared(base):
-            config = with_strategy(base, strategy, gpus)
+            config = apply_strategy(base, strategy, gpus)
             memory = MemoryModel(basis, slots=gpus, limit_bytes=gib * GIB, on_device=True)
             host = closed_form.estimate(facts, config, slots=gpus, micro_batch=1).host
             most = min(memory.largest(memory.shape(config, {})), float(LARGEST_MICRO_BATCH))

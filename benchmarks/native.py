@@ -31,7 +31,7 @@ from dsat.engines.machines.hosts import Host
 from dsat.engines.machines.machine import Machine, find_machine
 from dsat.values.format import duration
 from dsat.values.trial import Trial, TrialKind, TrialOptions
-from dsat.values.zero_strategy import of_config
+from dsat.values.zero_strategy import read_strategy
 
 CAP = 32
 # dsat's largest allowed part of the other's time, by tokens of a sequence.
@@ -81,7 +81,7 @@ class Tuned:
     def cells(self) -> list[str]:
         """Return a table row for people; see `HEADINGS`."""
         batch = ds_config.resolve_batch(self.config, 1, where="the answer")
-        stage = of_config(self.config).stage
+        stage = read_strategy(self.config).stage
         wall = duration(self.wall_s)
         if len(self.walls_s) > 1:
             wall += f" ({duration(self.walls_s[0])} to {duration(self.walls_s[-1])})"
@@ -193,7 +193,7 @@ def _stopwatch(
             which = number % len(configs)
             config = ds_config.prepare_for_training(configs[which])
             batch = ds_config.resolve_batch(config, 1, where="the answer")
-            stage, overrides = of_config(config).stage, {**config, **batch.config()}
+            stage, overrides = read_strategy(config).stage, {**config, **batch.config()}
             trial = Trial(number, TrialKind.SEARCH, f"t{number}", stage, batch, overrides)
             outcome = common.run_trial(engine, trial)
             if outcome.metrics is None:

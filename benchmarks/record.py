@@ -157,7 +157,9 @@ def predict(spec: Spec, machine: Machine, path: Path) -> None:
     profile = table.header.profile
     configs = searching.reference_configs(plan, profile)
     with _engine(spec, machine) as engine:
-        basis = anchors.of_run(engine, plan, profile, configs, as_cpu=machine.is_cpu, say=print)
+        basis = anchors.simulate_strategies(
+            engine, plan, profile, configs, as_cpu=machine.is_cpu, say=print
+        )
     if not basis.simulated:
         raise SystemExit(f"{spec.name}: {basis.note}")
     tables.with_memory(path, basis.to_json())

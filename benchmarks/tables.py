@@ -34,7 +34,7 @@ from dsat.values.codec import Recorded
 from dsat.values.objective import Objective
 from dsat.values.outcome import MemoryUse, Metrics, ModelProfile, Outcome, OutcomeKind
 from dsat.values.trial import BatchTriple
-from dsat.values.zero_strategy import of_config
+from dsat.values.zero_strategy import read_strategy
 
 DATA = Path(__file__).parent / "data"
 SUFFIX = ".jsonl"
@@ -199,7 +199,7 @@ class Table:
             ValueError: no trial of its strategy was recorded.
         """
         batch = ds_config.resolve_batch(config, self.header.slots, where="the configuration")
-        strategy = of_config(config)
+        strategy = read_strategy(config)
         own = config.get("zero_optimization") or {}
         zero = {**deepspeed_settings.defaults(strategy.stage), **own}
         if strategy.stage > 0 and zero["contiguous_gradients"]:
@@ -247,7 +247,7 @@ class _Curve:
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self.settings = rows[0].settings
-        self.strategy = of_config({"zero_optimization": _nested(self.settings)}).name
+        self.strategy = read_strategy({"zero_optimization": _nested(self.settings)}).name
         ran = sorted((row.micro_batch, row.outcome) for row in rows if row.outcome.ok)
         self._sizes = [size for size, _ in ran]
         self._outcomes = [outcome for _, outcome in ran]

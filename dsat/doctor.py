@@ -119,7 +119,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _deepspeed(version: str) -> Finding:
-    faults = hazards.of_version(version)
+    faults = hazards.find_by_version(version)
     if not faults:
         return Finding("deepspeed", version)
     problem = "; ".join(f"{each.effect} ({each.condition})" for each in faults)

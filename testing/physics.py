@@ -224,7 +224,7 @@ class Physics:
 
     def _collectives(self, zero: Mapping[str, Any]) -> list[Collectives]:
         parameters = self.model.parameters
-        return collectives.of_step(
+        return collectives.list_collectives(
             zero["stage"],
             zero,
             ranks=self.slots,

@@ -13,7 +13,7 @@ from dsat.command.switches import CHECKPOINTING
 from dsat.memory import closed_form
 from dsat.memory.facts import ModelFacts
 from dsat.simulation import protocol
-from dsat.values.zero_strategy import of_config
+from dsat.values.zero_strategy import read_strategy
 
 MIB = 2**20
 Answer = Callable[[Mapping[str, Any]], Mapping[str, Any]]
@@ -134,7 +134,7 @@ def failing_in(stages: set[int], other: Answer) -> Answer:
     """
 
     def answer(request: Mapping[str, Any]) -> Mapping[str, Any]:
-        if of_config(request["config"]).stage in stages:
+        if read_strategy(request["config"]).stage in stages:
             return {"failed": "NotImplementedError: no fake kernel"}
         return other(request)
 

@@ -36,7 +36,7 @@ from benchmarks.gpu.step import (
     run_trial,
 )
 from dsat.engines.machines.machine import find_machine
-from dsat.memory.strategies import compared, with_strategy
+from dsat.memory.strategies import apply_strategy, compared
 from dsat.prepare.simulated_model import simulate
 from dsat.projecting.options import ProjectSettings
 from dsat.projecting.projector import Projector, measured
@@ -250,7 +250,7 @@ def _compare_memory(step: Step, model: str, *words: str) -> None:
                 if step.left_s < _LEAST_S:
                     step.note(strategy.name, "left out: no time")
                     continue
-                outcome = run_trial(engine, strategy.stage, **with_strategy(whole, strategy, 1))
+                outcome = run_trial(engine, strategy.stage, **apply_strategy(whole, strategy, 1))
                 if outcome.memory is None or not outcome.memory.allocated_bytes:
                     step.note(strategy.name, line(outcome))
                     continue

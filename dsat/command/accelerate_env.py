@@ -58,7 +58,7 @@ def make_parallelism_variables(
 
     A Trainer whose arguments have a `parallelism_config` ignores them.
     """
-    shared = parallelism.of_config(config)
+    shared = parallelism.read_parallelism(config)
     if shared.sequence == 1:
         return {_USES_PARALLELISM: "false"} if _USES_PARALLELISM in env else {}
     attention = f"{_PARALLEL}SP_ATTN_IMPLEMENTATION"  # accelerate has no default for it

@@ -208,7 +208,7 @@ def at(config: Mapping[str, Any], path: str) -> Any:
 
 def check_groups(config: Mapping[str, Any], slots: int, *, where: str) -> None:
     """Raise UserInputError if a configuration's groups do not divide the devices of a trial."""
-    shared = parallelism.of_config(config)
+    shared = parallelism.read_parallelism(config)
     if slots % shared.shared:
         raise UserInputError(
             f"{shared.label} needs a multiple of {shared.shared} devices, but a trial has {slots}",
@@ -263,7 +263,7 @@ def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> Batch
     """
     check_groups(config, slots, where=where)
     refuse_zenflow(config, where=where)
-    shared = parallelism.of_config(config)
+    shared = parallelism.read_parallelism(config)
     counted = slots // shared.sequence  # DeepSpeed's count, which ignores AutoTP here
     given = {
         key: whole_number(config[key], f"{where}: {key}")

@@ -84,8 +84,10 @@ class RankStart(Recorded):
     @property
     def local_size_of_launcher(self) -> int:
         """Number of ranks that the launcher started on this machine; all ranks if unknown."""
-        is_told = str(self.size) in map(self.env.get, _IN_ALL)  # else the script set the size
-        if _why_made(self) or not is_told:
+        launcher_set_size = str(self.size) in map(
+            self.env.get, _IN_ALL
+        )  # else the script set the size
+        if _why_created_by_python(self) or not launcher_set_size:
             return self.size
         local_sizes = [self.env[name] for name in _ON_THIS_NODE if self.env.get(name, "").isdigit()]
         return min(self.size, int(local_sizes[0])) if local_sizes else self.size
@@ -180,7 +182,7 @@ def _bound_cores(ranks: Sequence[RankStart], cores: Collection[int]) -> tuple[in
 
 def _why_only_command(first: RankStart) -> str:
     """Return why only the command can start a rank; empty if dsat can start it directly."""
-    if made := _why_made(first):
+    if made := _why_created_by_python(first):
         return made
     _, program = split_interpreter(first.command[1:])
     if program[:1] in ([], ["-c"], ["-"]):
@@ -192,7 +194,7 @@ def _why_only_command(first: RankStart) -> str:
     return ""
 
 
-def _why_made(rank: RankStart) -> str:
+def _why_created_by_python(rank: RankStart) -> str:
     is_made = rank.forked or _SPAWNED in rank.command
     return "another Python process starts them (multiprocessing)" if is_made else ""
 

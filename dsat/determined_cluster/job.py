@@ -23,7 +23,7 @@ from dsat.space.overrides import GAS
 from dsat.space.plan import Plan
 from dsat.values.codec import Recorded
 from dsat.values.trial import Trial, TrialOptions
-from dsat.values.zero_strategy import of_config
+from dsat.values.zero_strategy import read_strategy
 
 JOB_FILE = "dsat_job.json"
 MODEL_FOLDER = "model"
@@ -235,7 +235,7 @@ def _varied_ranges(plan: Plan) -> dict[str, Any]:
     The plots omit constants, and treat a nested configuration as a constant.
     """
     space = make_space(plan)
-    strategies = {of_config(plan.base_config), *space.strategies, *fallbacks(plan)}
+    strategies = {read_strategy(plan.base_config), *space.strategies, *fallbacks(plan)}
     allowed = space.micro_batches  # ascending, perhaps a million
     sizes = {plan.own_batch.micro_batch, *allowed[:1], *allowed[-1:]}
     listed = [values for branch in space.branches for key, values in branch.searched if key == GAS]

@@ -127,13 +127,13 @@ def select_place(settings: Settings) -> Choice:
     Raises UserInputError for options that a chosen cluster does not support.
     """
     found, is_auto = choose(settings.engine), settings.engine == AUTO
-    is_told = is_auto and settings.config is not None and found.reason != NOT_CONFIGURED
+    needs_note = is_auto and settings.config is not None and found.reason != NOT_CONFIGURED
     if found.master is not None and is_auto and settings.command:
         hint = "to tune there, name such a file and its folder"
         reason = f"{found.reason}, but a cluster runs only experiment files: {hint}"
-        found, is_told = Choice(None, reason), True
+        found, needs_note = Choice(None, reason), True
     if found.master is None:
-        if is_told:
+        if needs_note:
             _log.info("tuning without a Determined cluster: %s", found.reason)
         return found
     hint = f"Use --engine local, because trials would run on {found.master} ({found.reason})."

@@ -29,7 +29,7 @@ from dsat.errors import EngineError
 from dsat.in_trial.rank_files import MODULES_FILE, result_file
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
-from dsat.values.zero_strategy import of_config
+from dsat.values.zero_strategy import read_strategy
 
 _log = logging.getLogger(__name__)
 _SIMULATION_POLL_S = 0.05
@@ -204,7 +204,7 @@ class LocalEngine:
         while self._waiting and not self._retries.device_failure:
             start = self._waiting[0]
             # An optimizer that is offloaded to the host needs all of the host's cores and memory.
-            on_host = of_config(self._builder.config_of(start)).offloads
+            on_host = read_strategy(self._builder.config_of(start)).offloads
             alone = start.alone or (on_host and not self._hosts[0].machine.is_cpu)
             shares = self._slots.find_room(start, self._running.values(), alone=alone)
             if shares is None:

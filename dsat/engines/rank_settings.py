@@ -8,7 +8,7 @@ from typing import Any
 from dsat.command.entrypoint import Entrypoint
 from dsat.engines.machines.hosts import Share
 from dsat.engines.machines.machine import Machine
-from dsat.values.zero_strategy import of_config
+from dsat.values.zero_strategy import read_strategy
 
 # Without expandable segments, an allocation can fail because of fragmentation, although enough
 # memory is free in total. All versions of torch read this variable.
@@ -51,7 +51,7 @@ def make_rank_settings(
         settings["OMP_NUM_THREADS"] = str(len(share))
     elif "OMP_NUM_THREADS" not in given:
         as_torchrun = not program.launch.passes_local_rank
-        if as_torchrun and ranks > 1 and not of_config(config).offloads:
+        if as_torchrun and ranks > 1 and not read_strategy(config).offloads:
             settings["OMP_NUM_THREADS"] = "1"
         elif sharers > 1:
             settings["OMP_NUM_THREADS"] = str(max(1, machine.threads // sharers))
@@ -113,4 +113,4 @@ def _sharers(machine: Machine, config: Mapping[str, Any], ranks: int) -> int:
 
     A trial that offloads runs alone on its hosts, because its optimizer uses the cores.
     """
-    return ranks if of_config(config).offloads else machine.num_slots
+    return ranks if read_strategy(config).offloads else machine.num_slots

@@ -25,7 +25,7 @@ ERROR = re.compile(r"(\[\w+\]:\s?)*[A-Za-z_][\w.]*(Error|Exception|Exit): ")
 _TRACEBACK = "Traceback (most recent call last):"
 _ONLY_A_STATUS = re.compile(r"ended with (exit status |sys\.exit\()\d+")
 # Exceptions that torchrun and accelerate add when a rank has failed.
-_OF_LAUNCHERS = ("torch.distributed.elastic.", "subprocess.CalledProcessError: ")
+_LAUNCHERS = ("torch.distributed.elastic.", "subprocess.CalledProcessError: ")
 _LOGGED_BY_LAUNCHER = re.compile(r"torch[./]distributed[./]elastic")
 # How launchers log the end of the first rank that failed.
 _EXIT_OF_RANK = re.compile(
@@ -212,7 +212,7 @@ def _read_log(folder: Path, cross_rank: int = 0) -> list[str]:
     The report may be longer than the rank's own error.
     """
     lines = read_end(folder / log_files(cross_rank)[1])
-    launchers = next((n for n, line in enumerate(lines) if line.startswith(_OF_LAUNCHERS)), None)
+    launchers = next((n for n, line in enumerate(lines) if line.startswith(_LAUNCHERS)), None)
     if launchers is not None and _TRACEBACK in lines[:launchers]:
         while lines.pop() != _TRACEBACK or len(lines) > launchers:
             pass

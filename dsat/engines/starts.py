@@ -78,8 +78,8 @@ class StartBuilder:
         """
         batch = BatchTriple(CAPTURED_MICRO_BATCH, CAPTURED_MICRO_BATCH, 1)
         own = self.experiment.base_config
-        alone = {} if parallelism.of_config(own) == DATA_ONLY else DATA_ONLY.settings
-        stage = 3 if zero_strategy.of_config(own).stage == 3 else 0
+        alone = {} if parallelism.read_parallelism(own) == DATA_ONLY else DATA_ONLY.settings
+        stage = 3 if zero_strategy.read_strategy(own).stage == 3 else 0
         trial = Trial(
             SIMULATION_ID,
             TrialKind.SEARCH,

@@ -126,7 +126,7 @@ def _sample_s(
         flops_per_sample=length * (4 * facts.num_params + 2 * facts.trainable_params),
         slots=line.slots,
         slots_per_host=host.PER_HOST if line.slots > host.PER_HOST else 0,
-        parallelism=parallelism.of_config(config),
+        parallelism=parallelism.read_parallelism(config),
         hardware=hardware_of(gpu, facts.param_bytes),
     )
     terms = Terms(

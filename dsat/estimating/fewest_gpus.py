@@ -12,7 +12,7 @@ from typing import Any
 from dsat.command import ds_config
 from dsat.memory import host
 from dsat.memory.predictor import Basis, MemoryModel, fits_host
-from dsat.memory.strategies import compared, with_strategy
+from dsat.memory.strategies import apply_strategy, compared
 from dsat.search import gpus as known
 from dsat.values import format as fmt
 from dsat.values import parallelism
@@ -62,7 +62,7 @@ def fewest(
     """
     offloading = [strategy for strategy in compared(base) if strategy.offloads]
     without = [strategy for strategy in compared(base) if not strategy.offloads]
-    shared = parallelism.of_config(base)
+    shared = parallelism.read_parallelism(base)
     total, *fixed = (base.get(key) for key in ds_config.BATCH_KEYS)
     counts = [n for n in _COUNTS if n % shared.shared == 0]
     if isinstance(total, int):
@@ -74,11 +74,11 @@ def fewest(
         choices, facts = [], basis.variants[0].facts
         model = MemoryModel(basis, slots=gpus, limit_bytes=size, on_device=True)
         for strategy in among:
-            config = with_strategy(base, strategy, gpus)
+            config = apply_strategy(base, strategy, gpus)
             shape = model.shape(config, {})
             most = int(model.largest(shape))
             if most >= 1:
-                needed = host.of_host(facts, config, shape.host_bytes, gpus)
+                needed = host.bytes_of_host(facts, config, shape.host_bytes, gpus)
                 choices.append(Choice(size, gpus, strategy, most, needed))
         return choices
 

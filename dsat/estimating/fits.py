@@ -19,14 +19,14 @@ from dsat.estimating.options import EstimateSettings
 from dsat.estimating.tables import LineByLine, needs_simulation
 from dsat.memory import host
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, fits_host
-from dsat.memory.strategies import with_strategy
+from dsat.memory.strategies import apply_strategy
 from dsat.prepare.simulated_model import SimulatedModel, simulate
 from dsat.simulation.client import SimulationUnavailable
 from dsat.simulation.protocol import Question
 from dsat.values import format as fmt
 from dsat.values import slow
 from dsat.values.trial import BatchTriple
-from dsat.values.zero_strategy import Strategy, of_config
+from dsat.values.zero_strategy import Strategy, read_strategy
 
 _log = logging.getLogger(__name__)
 _GB = 10**9
@@ -151,7 +151,7 @@ def fit(settings: EstimateSettings) -> Fit:
     with simulate(devices) as model:
         if devices.has_own:
             own = ds_config.prepare_for_training(model.config)
-            note = f"simulating {of_config(own).label}"
+            note = f"simulating {read_strategy(own).label}"
             return _check(model, devices, _Candidate(own, (), note))
         for candidate in _candidates(model, devices):
             found = _check(model, devices, candidate)
@@ -202,13 +202,13 @@ def _check(model: SimulatedModel, devices: EstimateSettings, candidate: _Candida
     if peak is not None and may_recompute and not fits:
         [less] = model.simulator.estimates([asked._replace(switches={CHECKPOINTING: True})])
         saved = 0 if isinstance(less, str) else max(0, peak - less.peak)
-    host_bytes = host.of_host(facts, config, shape.host_bytes, slots)
+    host_bytes = host.bytes_of_host(facts, config, shape.host_bytes, slots)
     return Fit(
         name=model.name,
         dtype=model.dtype,
         slots=slots,
         gpu_bytes=gpu_bytes,
-        strategy=of_config(config),
+        strategy=read_strategy(config),
         batch=batch,
         chosen=candidate.added,
         ways_out=(),
@@ -250,12 +250,12 @@ def _candidates(model: SimulatedModel, devices: EstimateSettings) -> Iterator[_C
         for strategy in fitting:
             if strategy.offloaded == offloaded:
                 note = f"simulating {strategy.label}{with_what}, which fits by formula"
-                yield _Candidate(with_strategy(config, strategy, slots), added, note)
+                yield _Candidate(apply_strategy(config, strategy, slots), added, note)
     nearest = min(table.lines(), key=lambda line: _lacking(line, devices)).strategy
     note = f"simulating {nearest.label}, which lacks the least memory by formula"
     if not nearest.offloads:
         added = tuple(each for each in added if each != _UNPINNED)
-    yield _Candidate(with_strategy(config, nearest, slots), added, note)
+    yield _Candidate(apply_strategy(config, nearest, slots), added, note)
 
 
 def _lacking(line: Line, devices: EstimateSettings) -> int:

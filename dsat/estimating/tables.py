@@ -19,7 +19,7 @@ from dsat.memory import closed_form, host
 from dsat.memory.estimate import METHODS, SIMULATED, MemoryEstimate
 from dsat.memory.facts import ModelFacts
 from dsat.memory.predictor import Anchor, Basis, MemoryModel, fits_host
-from dsat.memory.strategies import compared, with_strategy
+from dsat.memory.strategies import apply_strategy, compared
 from dsat.prepare.simulated_model import SimulatedModel, simulate
 from dsat.simulation.client import SimulationUnavailable
 from dsat.simulation.protocol import Question
@@ -115,7 +115,7 @@ class LineByLine:
             self._facts = model.simulator.facts(model.config, switches)
         self._strategies = compared(model.config)
         self._asked = [
-            (strategy, Question(with_strategy(model.config, strategy, slots), 1, slots))
+            (strategy, Question(apply_strategy(model.config, strategy, slots), 1, slots))
             for slots in settings.slot_counts
             for strategy in self._strategies
         ]
@@ -196,7 +196,7 @@ class LineByLine:
         for size in self._settings.slot_memories:
             model = MemoryModel(basis, slots=slots, limit_bytes=size, on_device=True)
             shape = model.shape(config, {})
-            host_bytes = host.of_host(facts, config, shape.host_bytes, slots)
+            host_bytes = host.bytes_of_host(facts, config, shape.host_bytes, slots)
             has_room = fits_host(host_bytes, self._settings.host_memory)
             most = model.largest(shape) if has_room else 0.0
             largest[size] = int(most)
@@ -243,7 +243,7 @@ class LineByLine:
             return edges.nearly_fitting(lines)
 
         def saved_bytes(line: Line) -> int:
-            config = with_strategy(self._model.config, line.strategy, line.slots)
+            config = apply_strategy(self._model.config, line.strategy, line.slots)
             asked = Question(config, 1, line.slots)
             now, less = (self._by_formula(facts, asked) for facts in (self._facts, recomputed))
             return max(0, now.peak - less.peak)

@@ -42,7 +42,7 @@ UNSEEN = (
     "the samples that the script feeds cannot be counted: it calls neither the engine nor the "
     f"whole model, but perhaps parts of the model. {_ASSUMED_FULL}"
 )
-OF_ITS_OWN = (
+IGNORES_BATCH = (
     "the script feeds {samples} whatever train_micro_batch_size_per_gpu is ({micro_batch} "
     "here): {advice}"
 )
@@ -74,7 +74,7 @@ _LARGE = 256  # values; searching them takes some tenths of a millisecond
 
 def is_about(warning: str) -> bool:
     """Return whether a warning is about the samples or the accumulation of the script."""
-    filled_in = tuple(text.partition("{")[0] for text in (OF_ITS_OWN, OWN_ACCUMULATION, TOO_FEW))
+    filled_in = tuple(text.partition("{")[0] for text in (IGNORES_BATCH, OWN_ACCUMULATION, TOO_FEW))
     return warning in (UNCOUNTED, DROPPED, UNSEEN) or warning.startswith(filled_in)
 
 
@@ -271,7 +271,7 @@ class BatchCounter:
         flag = find_batch_flag(sys.argv[1:], rows, TRIAL.script_options)
         advice = _ADVICE_WITH_FLAG.format(flag=flag) if flag else _ADVICE
         return InvalidTrial(
-            OF_ITS_OWN.format(
+            IGNORES_BATCH.format(
                 samples=fmt.count(rows, "sample"), micro_batch=self._micro_batch, advice=advice
             ),
             most_samples=rows if rows < self._micro_batch else None,

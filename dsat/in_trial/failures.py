@@ -57,7 +57,7 @@ _CPU_OUT_OF_MEMORY = (
 )
 # cuBLAS needs memory to make its handle, and cuDNN to find a kernel; but both may also fail for
 # another reason.
-_FOR_WANT_OF_MEMORY = (
+_SIGNS_OF_FULL_MEMORY = (
     "cublas_status_not_initialized",
     "unable to find an engine to execute this computation",
     "unable to find a valid cudnn algorithm to run convolution",
@@ -243,7 +243,7 @@ def _memory_kind(error: BaseException) -> OutcomeKind | None:
         # The message of a failed cudaHostAlloc is the same; only its traceback differs.
         pinning = "pin_memory" in "".join(traceback.format_tb(error.__traceback__))
         return OutcomeKind.HOST_OOM if pinning else OutcomeKind.OOM
-    if has_part(text, _FOR_WANT_OF_MEMORY) and _is_nearly_full():
+    if has_part(text, _SIGNS_OF_FULL_MEMORY) and _is_nearly_full():
         return OutcomeKind.OOM
     return None
 

@@ -91,7 +91,7 @@ class Meter:
         self._engine: Any = None  # the measured engine
         self._failed: Outcome | None = None  # ends the trial even if the script catches it
         self._is_ended = False
-        self._whose = ""  # part of a message: the engine whose steps count, if several train
+        self._engine_text = ""  # part of a message: the engine whose steps count, if several train
         self._other_steps = 0  # of other engines since the last call of the measured one
         self._recorder: StepRecorder
         self._measurement: Measurement | None = None
@@ -122,10 +122,10 @@ class Meter:
         _, fed = loaders.samples(spec.micro_batch, self.steps_seen * spec.gas)
         most = fed // max(1, spec.options.end_step * spec.gas)
         advice = RESUMED.format(failures.resumed[-1]) if failures.resumed else ""
+        seen = count(self.steps_seen, "optimizer step") + self._engine_text
         return InvalidTrial(
-            f"the script ended after {count(self.steps_seen, 'optimizer step')}{self._whose}, but "
-            f"dsat measures up to step {spec.options.end_step}: {advice}give the script more data, "
-            "or lower --end-profile-step",
+            f"the script ended after {seen}, but dsat measures up to step {spec.options.end_step}: "
+            f"{advice}give the script more data, or lower --end-profile-step",
             smaller_may_run=self.steps_seen > 0 or not failures.resumed,
             most_samples=most if 0 < most < spec.micro_batch else None,
         )
@@ -212,7 +212,7 @@ class Meter:
         if self._engine is not engine:  # its losses do not count
             if name != "forward":  # a reference model makes no backward pass
                 self.warn(config_injection.SEVERAL_ENGINES)
-                self._whose = " of the engine that trains first"
+                self._engine_text = " of the engine that trains first"
             if name == "step":
                 self._count_other_step()
             with self._recorder.losses.ignored():

@@ -8,7 +8,7 @@ from typing import Any
 
 from dsat.command.ds_config import BATCH_KEYS
 from dsat.values.codec import Recorded
-from dsat.values.zero_strategy import CPU, NVME, of_config
+from dsat.values.zero_strategy import CPU, NVME, read_strategy
 
 PHASES = ("init", "forward", "backward", "step")
 SIMULATED, CLOSED_FORM = "simulated", "closed form"
@@ -26,7 +26,7 @@ _WITHOUT_MEMORY = (
 _MOST_MICRO_STEPS = 2  # all later micro steps of an optimizer step are like the second
 
 
-def as_simulated(config: Mapping[str, Any]) -> dict[str, Any]:
+def select_memory_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings on which memory depends.
 
     If two configurations give the same result, they need the same memory at the same micro batch.
@@ -38,7 +38,9 @@ def as_simulated(config: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in config.items() if key not in left_out}
     if isinstance(kept.get(gas), int):
         kept[gas] = min(_MOST_MICRO_STEPS, kept[gas])
-    on_nvme = [name for name, device in of_config(config, 3).offloading.items() if device == NVME]
+    on_nvme = [
+        name for name, device in read_strategy(config, 3).offloading.items() if device == NVME
+    ]
     if on_nvme:
         zero = kept["zero_optimization"]
         on_host = {name: {**zero[name], "device": CPU} for name in on_nvme}

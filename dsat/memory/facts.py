@@ -10,7 +10,7 @@ from dsat.command import ds_config
 from dsat.values import parallelism
 from dsat.values.outcome import ModelProfile
 from dsat.values.parallelism import DATA_ONLY, Parallelism
-from dsat.values.zero_strategy import CPU, NONE, Strategy, of_config
+from dsat.values.zero_strategy import CPU, NONE, Strategy, read_strategy
 
 TYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
@@ -160,7 +160,7 @@ class Setup:
         model_type = model_type or ("bf16" if facts.param_bytes == 2 else "fp32")
         optimizer = (config.get("optimizer") or {}).get("params") or {}
         low_master, low_moments = _low_precision_state(config)
-        shared = parallelism.of_config(config)
+        shared = parallelism.read_parallelism(config)
         return cls(
             facts=facts.divided(shared),
             slots=max(1, slots // shared.tensor),  # slots with the same part of each layer
@@ -177,7 +177,7 @@ class Setup:
             prefetch=_size(zero, "stage3_prefetch_bucket_size", 5 * 10**7),
             hpz=_size(zero, "zero_hpz_partition_size", 1),
             torch_adam=bool(optimizer.get("torch_adam", False)),
-            strategy=of_config(config),
+            strategy=read_strategy(config),
         )
 
     @property

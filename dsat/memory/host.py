@@ -26,7 +26,7 @@ def training(facts: ModelFacts, config: Mapping[str, Any], *, slots: int) -> tup
     Buffers for state on NVMe and the script's own memory are not counted.
     """
     s = Setup.of(facts, config, slots)
-    blocks, pinned, pageable = list(_of_optimizer(s)), 0.0, 0.0
+    blocks, pinned, pageable = list(_optimizer_blocks(s)), 0.0, 0.0
     if s.strategy.offload_param == CPU:  # always pinned, whatever the setting
         pinned = pinned_bytes(s.model_bytes * s.facts.num_params / s.slots)
         pinned += s.secondary_bytes
@@ -47,7 +47,9 @@ def loaded_bytes(facts: ModelFacts, config: Mapping[str, Any]) -> int:
     return 0 if is_divided else s.model_bytes * facts.num_params
 
 
-def of_host(facts: ModelFacts, config: Mapping[str, Any], rank_bytes: float, slots: int) -> int:
+def bytes_of_host(
+    facts: ModelFacts, config: Mapping[str, Any], rank_bytes: float, slots: int
+) -> int:
     """Return the bytes that all ranks of a typical host need to load the weights or to train.
 
     The larger of the two needs counts.
@@ -67,7 +69,7 @@ def saved_without_pinning(facts: ModelFacts, config: Mapping[str, Any], *, slots
     """Return the bytes that `"pin_memory": false` saves for all ranks of a typical host."""
     if not is_pinned(config):
         return 0
-    blocks = _of_optimizer(Setup.of(facts, config, slots))
+    blocks = _optimizer_blocks(Setup.of(facts, config, slots))
     return ranks(slots) * round(sum(pinned_bytes(size) - size for size in blocks))
 
 
@@ -102,7 +104,7 @@ def pinned_bytes(size: float) -> int:
     return 1 << (whole - 1).bit_length()
 
 
-def _of_optimizer(s: Setup) -> Iterator[float]:
+def _optimizer_blocks(s: Setup) -> Iterator[float]:
     """Yield the bytes of each block of a rank's offloaded optimizer state that may be pinned."""
     if s.strategy.offload_optimizer != CPU:
         return

@@ -24,7 +24,7 @@ from dsat.space.batch_rule import LARGEST_MICRO_BATCH
 from dsat.values import parallelism
 from dsat.values.codec import Recorded
 from dsat.values.outcome import MemoryUse, ModelProfile, Outcome, OutcomeKind
-from dsat.values.zero_strategy import NVME, of_config
+from dsat.values.zero_strategy import NVME, read_strategy
 
 # The prediction times this margin must fit, before and after an exact measurement.
 UNCALIBRATED_MARGIN, CALIBRATED_MARGIN = 1.05, 1.02
@@ -150,7 +150,7 @@ _OF_PAIRS = {name: f"{name}, of pairs" for name in PHASES}  # keys of bytes per 
 def _corrections(variant: Variant, slots: int) -> _Corrections:
     """Return simulated minus formula bytes, by `_group` and by phase or `_HOST`."""
     found: dict[str, dict[float, Mapping[str, float]]] = {}
-    divided = {_group(a.config): of_config(a.config).stage > 0 for a in variant.anchors}
+    divided = {_group(a.config): read_strategy(a.config).stage > 0 for a in variant.anchors}
     first: dict[tuple[str, int], Anchor] = {}
     for anchor in variant.anchors:
         group, simulated = _group(anchor.config), anchor.slots or slots
@@ -178,7 +178,7 @@ def _excess(facts: ModelFacts, anchor: Anchor, slots: int) -> dict[str, float]:
     }
     by_formula = sum(host.training(facts, anchor.config, slots=slots))
     # State on NVMe is simulated on the host.
-    on_nvme = NVME in of_config(anchor.config).offloading.values()
+    on_nvme = NVME in read_strategy(anchor.config).offloading.values()
     more[_HOST] = anchor.estimate.host - by_formula if by_formula and not on_nvme else 0.0
     return {**more, **dict.fromkeys(_OF_PAIRS.values(), 0.0)}
 
@@ -205,7 +205,9 @@ def _between(
 
 def _group(config: Mapping[str, Any]) -> str:
     """Return a name of strategy and parallelism; equal names share a simulation's corrections."""
-    return " ".join([of_config(config).name, parallelism.of_config(config).label]).strip()
+    return " ".join(
+        [read_strategy(config).name, parallelism.read_parallelism(config).label]
+    ).strip()
 
 
 def _with_written_bucket(config: Mapping[str, Any], facts: ModelFacts) -> Mapping[str, Any]:
@@ -263,7 +265,7 @@ class MemoryModel:
     def shape(self, config: Mapping[str, Any], script_args: Mapping[str, Any]) -> Shape:
         """Return the memory of a whole DeepSpeed configuration with switches of the script."""
         facts, corrections, is_guess = self._known_of(script_args)
-        strategy = of_config(config).name
+        strategy = read_strategy(config).name
         if self._counts_context and not self._on_device:
             config = _with_written_bucket(config, facts)
         phases = closed_form.lines(facts, config, slots=self._slots)

@@ -21,13 +21,13 @@ def compared(config: Mapping[str, Any]) -> list[Strategy]:
     return [strategy for strategy in COMPARED if strategy.stage >= ds_config.least_stage(config)]
 
 
-def with_strategy(config: Mapping[str, Any], strategy: Strategy, slots: int) -> dict[str, Any]:
+def apply_strategy(config: Mapping[str, Any], strategy: Strategy, slots: int) -> dict[str, Any]:
     """Return the user's configuration with another strategy, without batch sizes.
 
     Tensor and sequence parallelism stay if they divide the slots. The accumulation steps are the
     user's, or follow from the global batch and the micro batch, or else are 1.
     """
-    own = parallelism.of_config(config)
+    own = parallelism.read_parallelism(config)
     shared = DATA_ONLY if slots % own.shared else own
     settings = {**strategy_settings(strategy, config), "stage": strategy.stage}
     if shared != own:

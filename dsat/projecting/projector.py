@@ -30,9 +30,9 @@ from dsat.show import past_runs
 from dsat.show.past_runs import PastRun
 from dsat.values import format as fmt
 from dsat.values.outcome import Metrics
-from dsat.values.parallelism import of_config as parallelism_of
+from dsat.values.parallelism import read_parallelism
 from dsat.values.trial import Trial, TrialKind
-from dsat.values.zero_strategy import Strategy, of_config
+from dsat.values.zero_strategy import Strategy, read_strategy
 
 _LARGEST_MICRO_BATCH = 512
 # A run is of the same model if its parameters differ by less than this fraction, and the FLOPs of
@@ -87,7 +87,7 @@ def gpu_of(past: PastRun) -> GpuModel:
         problem = "was measured on CPU cores, so it cannot correct predictions for GPUs"
         raise UserInputError(problem, where=str(past.folder))
     device = (run.profile.device_name if run.profile else "") or machine
-    return gpus.of_device(device) or gpus.find(device)
+    return gpus.find_by_device_name(device) or gpus.find(device)
 
 
 def _batch_sizes(settings: ProjectSettings, config: Mapping[str, Any]) -> dict[str, int]:
@@ -104,7 +104,7 @@ def _batch_sizes(settings: ProjectSettings, config: Mapping[str, Any]) -> dict[s
     if wanted is None:
         return sizes
     total, *others = ds_config.BATCH_KEYS
-    shared = parallelism_of(config)
+    shared = read_parallelism(config)
     groups = shared.data(settings.to[0])
     divides = (key for key in others if key in sizes and wanted % (groups * sizes[key]) == 0)
     kept = {key: sizes[key] for key in itertools.islice(divides, 1)}
@@ -160,10 +160,10 @@ def measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metri
         outcome, config = run.outcomes.get(trial.id), run.plan.config(trial.overrides)
         if outcome is None or not outcome.ok or outcome.metrics is None:
             continue
-        if trial.kind is TrialKind.PROFILE or parallelism_of(config) != traced.parallelism:
+        if trial.kind is TrialKind.PROFILE or read_parallelism(config) != traced.parallelism:
             continue
         if all(run.plan.switches.get(name) == value for name, value in trial.script_args.items()):
-            found.append((of_config(config), trial, outcome.metrics))
+            found.append((read_strategy(config), trial, outcome.metrics))
     if not found:
         raise UserInputError(
             "has no measured trial of your present model",

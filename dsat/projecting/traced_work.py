@@ -202,7 +202,7 @@ def _hooks_s(kernels: Sequence[Kernels], stage: int) -> float:
 
 def _pair_s(stage: int) -> float:
     """Sum `Hazard.pair_s` over the faults of the installed DeepSpeed in a stage."""
-    faults = hazards.of_version(version("deepspeed"))
+    faults = hazards.find_by_version(version("deepspeed"))
     return sum(fault.pair_s for fault in faults if stage in fault.stages)
 
 

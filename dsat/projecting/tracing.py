@@ -15,17 +15,16 @@ from dsat.errors import DsatError
 from dsat.memory.estimate import MemoryEstimate
 from dsat.memory.facts import ModelFacts
 from dsat.memory.predictor import Anchor, Basis, MemoryModel
-from dsat.memory.strategies import compared, with_strategy
+from dsat.memory.strategies import apply_strategy, compared
 from dsat.prepare.simulated_model import SimulatedModel
 from dsat.projecting.traced_work import Cluster, scaled, work_of
 from dsat.search.gpus import GpuModel
 from dsat.search.normal import Array
 from dsat.simulation.protocol import Question
 from dsat.values import slow
-from dsat.values.parallelism import Parallelism
-from dsat.values.parallelism import of_config as parallelism_of
+from dsat.values.parallelism import Parallelism, read_parallelism
 from dsat.values.step_trace import ModelTrace, StepTrace
-from dsat.values.zero_strategy import Strategy, of_config
+from dsat.values.zero_strategy import Strategy, read_strategy
 
 _log = logging.getLogger(__name__)
 SIZES = tuple(2**n for n in range(10))  # 1 to 512 GPUs
@@ -58,7 +57,7 @@ class Traced:
     @property
     def own(self) -> Strategy:
         """Strategy of the user's configuration."""
-        return of_config(self.base)
+        return read_strategy(self.base)
 
     def own_micro_batch(self, slots: int) -> int:
         """Return the micro batch of the user's configuration, as DeepSpeed derives it.
@@ -76,7 +75,7 @@ class Traced:
     @property
     def parallelism(self) -> Parallelism:
         """Sizes of parallelism in the user's configuration."""
-        return parallelism_of(self.base)
+        return read_parallelism(self.base)
 
     @property
     def has_batch(self) -> bool:
@@ -114,7 +113,7 @@ class Traced:
         """Return the configuration of a strategy, without batch sizes."""
         if strategy == self.own:
             return ds_config.drop_batch_sizes(ds_config.prepare_for_training(self.base))
-        return with_strategy(self.base, strategy, slots)
+        return apply_strategy(self.base, strategy, slots)
 
     def work(self, strategy: Strategy, micro_batch: int, cluster: Cluster) -> Array:
         """Return the work of a strategy on a cluster; see `traced_work.work_of`."""

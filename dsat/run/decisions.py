@@ -224,7 +224,7 @@ class Decisions:
         """Return one configuration for each searched strategy and parallelism, for simulations."""
         space, configs = self._profiling.make_space(self.plan), []
         for branch in space.branches:
-            for settings in branch.of_each_parallelism():
+            for settings in branch.list_parallelisms():
                 batch = space.batch(space.micro_batches[0], settings)
                 configs.append(self.plan.config(overrides_for(settings, batch)))
         return configs

@@ -19,7 +19,7 @@ from dsat.search.threads import one_thread
 from dsat.space.deepspeed_settings import SETTING_NAMES
 from dsat.space.locate import Point
 from dsat.space.plan import Plan
-from dsat.values.zero_strategy import of_config
+from dsat.values.zero_strategy import read_strategy
 
 _ENOUGH = 0.98  # a micro batch with this fraction of the largest gain suffices
 
@@ -32,7 +32,7 @@ class FreeBatch:
     gain: float
 
 
-def leaves_nothing_to_trade(plan: Plan) -> bool:
+def is_batch_minimal(plan: Plan) -> bool:
     """Return whether the plan keeps a global batch of one sample per data-parallel group.
 
     With such a batch, neither a larger micro batch nor less accumulation is possible.
@@ -50,7 +50,7 @@ def predict(run: Run) -> FreeBatch | None:
         return None
     fixed: dict[str, Any] = {"tune": (), "fix": SETTING_NAMES, "choices": {}, "listed_switches": {}}
     plan, profile = replace(run.plan, train_batch_size=None, **fixed), run.profile
-    strategy = of_config(plan.base_config)
+    strategy = read_strategy(plan.base_config)
     space = make_space(plan, replace(profile, switches={}), only=(strategy,))
     basis = run.memory_basis or Basis.of_profile(profile, plan.switches)
     forecast = Forecast(basis, plan, profile, space)

@@ -14,7 +14,7 @@ from dsat.space.space import Space
 from dsat.values.outcome import ModelProfile, Outcome, OutcomeKind
 from dsat.values.parallelism import Parallelism
 from dsat.values.trial import BatchTriple, Trial, TrialKind
-from dsat.values.zero_strategy import NVME, Strategy, of_config
+from dsat.values.zero_strategy import NVME, Strategy, read_strategy
 
 # Parts of traceback lines that are not from the user's code: of installed packages, Python's own
 # modules, code without a file, and compiled kernels.
@@ -156,7 +156,7 @@ class ProfilePhase:
         `engine.backward(loss)`.
         """
         in_deepspeed = "/deepspeed/" in _last_frame(outcome.detail)
-        return of_config(self._plan.base_config).stage == 0 and in_deepspeed
+        return read_strategy(self._plan.base_config).stage == 0 and in_deepspeed
 
     @property
     def _smallest_micro_batch(self) -> int:
@@ -166,7 +166,7 @@ class ProfilePhase:
 
     def _overrides(self, micro_batch: int) -> dict[str, Any]:
         """Return the overrides of a profile trial in the current strategy and parallelism."""
-        own = of_config(self._plan.base_config)
+        own = read_strategy(self._plan.base_config)
         strategy = self._strategies[0] if self._strategies else own
         return strategies.profile_overrides(self._plan, strategy, micro_batch, self._divisions[0])
 

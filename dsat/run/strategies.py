@@ -21,7 +21,7 @@ from dsat.space.space import Space
 from dsat.values.outcome import ModelProfile, Outcome, ScriptSwitch
 from dsat.values.parallelism import Parallelism
 from dsat.values.trial import BatchTriple
-from dsat.values.zero_strategy import NONE, NVME, USUAL_ORDER, Strategy, of_config
+from dsat.values.zero_strategy import NONE, NVME, USUAL_ORDER, Strategy, read_strategy
 
 # Facts of a made-up model that is large compared to any bucket, to order strategies by memory.
 _SOME_MODEL = ModelFacts(
@@ -40,7 +40,7 @@ def searched(plan: Plan) -> tuple[Strategy, ...]:
     Offloading stays as the user configured it, unless `--search` includes it: if the model fits
     without it, offloading only costs time.
     """
-    strategies = [of_config(plan.base_config, stage) for stage in plan.searched_stages]
+    strategies = [read_strategy(plan.base_config, stage) for stage in plan.searched_stages]
     if any(section in plan.tune for section in SECTIONS):
         strategies += [s for s in USUAL_ORDER if _may_use(plan, s) and _offloads_as_asked(plan, s)]
     return tuple(dict.fromkeys(strategies))
@@ -48,7 +48,7 @@ def searched(plan: Plan) -> tuple[Strategy, ...]:
 
 def fallbacks(plan: Plan) -> tuple[Strategy, ...]:
     """Return the strategies to try in turn if the user's own strategy does not fit."""
-    least = _needed_bytes(plan, of_config(plan.base_config))
+    least = _needed_bytes(plan, read_strategy(plan.base_config))
     found = []
     for strategy in USUAL_ORDER:
         if not _may_use(plan, strategy):
@@ -63,8 +63,8 @@ def fallbacks(plan: Plan) -> tuple[Strategy, ...]:
 
 def divisions(plan: Plan) -> list[Parallelism]:
     """Return the parallelisms to search, the user's own first, then by devices per sample."""
-    space = make_space(plan, only=(of_config(plan.base_config),))
-    found = [plan.parallelism(each) for each in space.branches[0].of_each_parallelism()]
+    space = make_space(plan, only=(read_strategy(plan.base_config),))
+    found = [plan.parallelism(each) for each in space.branches[0].list_parallelisms()]
     return sorted(found, key=lambda each: (each != plan.parallelism(), each.shared))
 
 
@@ -75,7 +75,7 @@ def profile_overrides(
     base, own = plan.base_config, plan.parallelism()
     shared = shared or own
     settings = strategy_settings(strategy, base, plan.nvme_path)
-    if strategy != of_config(base):
+    if strategy != read_strategy(base):
         settings["stage"] = strategy.stage
     if strategy.stage > 0:
         # Default buckets take gigabytes regardless of the model: small ones let more models fit.
@@ -134,7 +134,7 @@ def _comparable(plan: Plan, profile: ModelProfile) -> dict[str, ScriptSwitch]:
 def _may_use(plan: Plan, strategy: Strategy) -> bool:
     if strategy.stage not in plan.searched_stages:
         return False
-    own = of_config(plan.base_config, strategy.stage)
+    own = read_strategy(plan.base_config, strategy.stage)
     return all(
         wanted == own.offloading[section]
         or (
@@ -147,7 +147,7 @@ def _may_use(plan: Plan, strategy: Strategy) -> bool:
 
 
 def _offloads_as_asked(plan: Plan, strategy: Strategy) -> bool:
-    own = of_config(plan.base_config, strategy.stage)
+    own = read_strategy(plan.base_config, strategy.stage)
     return all(
         wanted in (NONE, own.offloading[section]) or section in plan.tune
         for section, wanted in strategy.offloading.items()

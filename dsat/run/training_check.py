@@ -14,7 +14,7 @@ from dsat.space.plan import Plan
 from dsat.values import hazards
 from dsat.values.outcome import Outcome, TrainingCurve
 from dsat.values.trial import Trial, TrialKind
-from dsat.values.zero_strategy import of_config
+from dsat.values.zero_strategy import read_strategy
 
 _MOST_APART = 1.5  # ratio of tokens per sample above which throughputs are not compared
 _OWN = "your own configuration"
@@ -39,7 +39,7 @@ def training_with(config: Mapping[str, Any], gas: int, plan: Plan) -> hazards.Tr
     is_open = ds_config.data_types(config)[0] is None  # the script decides, and may choose bf16
     return hazards.Training(
         config,
-        of_config(config).stage,
+        read_strategy(config).stage,
         "bf16" if is_open else same_training.precision_of(config),
         gas,
         plan.slots_per_trial,

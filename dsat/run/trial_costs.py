@@ -13,7 +13,7 @@ from dsat.run.run import Run
 from dsat.space.plan import Plan
 from dsat.values.outcome import Outcome
 from dsat.values.trial import FEWEST_MAY_TAKE, BatchTriple, Trial, TrialKind
-from dsat.values.zero_strategy import Strategy, of_config
+from dsat.values.zero_strategy import Strategy, read_strategy
 
 _MOST_KEPT = 64  # latest trials whose durations the predictions use
 # Time limits of one trial (`_LONGEST`), which the finals may repeat a few times, and of the whole
@@ -42,7 +42,7 @@ class TrialCosts:
         self._micro_steps: dict[Strategy, dict[int, float]] = defaultdict(dict)
 
     def update(self, trial: Trial, outcome: Outcome) -> None:
-        strategy = of_config(self._plan.config(trial.overrides))
+        strategy = read_strategy(self._plan.config(trial.overrides))
         if trial.kind is not TrialKind.FINAL and trial.id not in self._run.earlier:
             self._spent_s += self._cost_s(strategy, trial, outcome)
         if outcome.metrics is None:

@@ -10,7 +10,7 @@ from dsat.search.base import Proposal
 from dsat.values.objective import METRICS
 from dsat.values.outcome import StepFacts
 from dsat.values.trial import BatchTriple, Trial, TrialKind
-from dsat.values.zero_strategy import of_config
+from dsat.values.zero_strategy import read_strategy
 
 SEARCHED = (TrialKind.BASELINE, TrialKind.SEARCH)
 _LIMITED = (TrialKind.SEARCH, TrialKind.FINAL, TrialKind.REPEAT)
@@ -30,7 +30,7 @@ def make_trial(
 
     `overrides` include the batch sizes; `proposal` is None unless a search proposed the trial.
     """
-    strategy, profile = of_config(run.plan.config(overrides)), run.profile
+    strategy, profile = read_strategy(run.plan.config(overrides)), run.profile
     stem = f"{strategy.name}_gas{batch.gas}_tmbspg{batch.micro_batch}"
     return Trial(
         id=len(run.trials),

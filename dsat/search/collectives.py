@@ -1,8 +1,8 @@
 """Collectives of an optimizer step under ZeRO, and the time that they take.
 
-`of_step` lists the collectives that DeepSpeed 0.19.8 calls. `Network` predicts the time of such a
-list, or of a list that was traced in a simulated step. `of_step` was compared with traced steps of
-stages 0 to 3, with and without `overlap_comm`, `reduce_scatter` and
+`list_collectives` lists the collectives that DeepSpeed 0.19.8 calls. `Network` predicts the time of
+such a list, or of a list that was traced in a simulated step. `list_collectives` was compared with
+traced steps of stages 0 to 3, with and without `overlap_comm`, `reduce_scatter` and
 `use_multi_rank_bucket_allreduce`:
 
 - Stage 0 all-reduces the gradients after the last backward pass (runtime/engine.py:3073).
@@ -99,7 +99,7 @@ class Network:
         return collectives.bytes * (ranks - 1) / ranks / bandwidth
 
 
-def of_step(
+def list_collectives(
     stage: int,
     settings: Mapping[str, Any],
     *,

@@ -85,7 +85,7 @@ def find(name: str) -> GpuModel:
     return found
 
 
-def of_device(name: str) -> GpuModel | None:
+def find_by_device_name(name: str) -> GpuModel | None:
     """Return the GPU model of a device that a driver names; None if none matches.
 
     If no model has the memory size in the name (`NVIDIA H100 96GB HBM3`), the size is ignored.

@@ -34,7 +34,7 @@ from dsat.search.gpus import GpuModel
 from dsat.search.normal import Array
 from dsat.space.deepspeed_settings import HPZ, defaults
 from dsat.values.outcome import ModelProfile
-from dsat.values.parallelism import DATA_ONLY, Parallelism, of_settings
+from dsat.values.parallelism import DATA_ONLY, Parallelism, apply_settings
 from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy
 
 
@@ -133,7 +133,7 @@ class Job:
     @classmethod
     def of_profile(cls, profile: ModelProfile, *, slots: int, slots_per_host: int = 0) -> Job:
         """Return the job of a profiled model; an unknown GPU counts as the default `Hardware`."""
-        gpu = gpus.of_device(profile.device_name)
+        gpu = gpus.find_by_device_name(profile.device_name)
         if gpu is not None:
             hardware = hardware_of(gpu, profile.param_bytes)
         else:
@@ -215,7 +215,7 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
             means a Trainer's value.
     """
     found = dict.fromkeys(COLUMNS, 0.0)
-    shared = of_settings(settings, job.parallelism)
+    shared = apply_settings(settings, job.parallelism)
     found["data_parallel"] = shared.data(job.slots)
     job = job.divided(shared)
     stage, n = strategy.stage, job.slots
@@ -230,7 +230,7 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
     found["weights"] = 4.0 * job.param_bytes * job.params
     sharded = job.trainable / (n if stage else 1)
     found["optimizer"] = _ADAM_BYTES * sharded
-    listed = collectives.of_step(
+    listed = collectives.list_collectives(
         stage,
         zero,
         ranks=n,

@@ -11,7 +11,7 @@ from dsat.space.overrides import GATHER
 from dsat.values import format as fmt
 from dsat.values.text import hide_secrets_in_values
 from dsat.values.trial import Trial
-from dsat.values.zero_strategy import of_config
+from dsat.values.zero_strategy import read_strategy
 
 _BUCKET = "reduce_bucket_size"
 _LARGE_BUCKET = 1 / 16  # of a device's memory, as in dsat.run.strategies
@@ -21,7 +21,7 @@ def blame_bucket(run: Run, trial: Trial) -> str:
     """Return a clause on the memory of DeepSpeed's default bucket; empty if small or unused."""
     config, profile = run.plan.config(trial.overrides), run.profile
     zero = config.get("zero_optimization") or {}
-    if profile is None or of_config(config).stage == 0 or zero.get(_BUCKET) is not None:
+    if profile is None or read_strategy(config).stage == 0 or zero.get(_BUCKET) is not None:
         return ""
     count = 2 if zero.get("overlap_comm") is True else 1
     size_bytes = count * BUCKETS[0] * profile.param_bytes
@@ -65,7 +65,7 @@ def advise_batch(run: Run) -> list[str]:
             f"with each other, so one other than {own.micro_batch} changes the training. "
             "--train-batch-size any searches other micro batches."
         ]
-    if not free_batch.leaves_nothing_to_trade(plan):
+    if not free_batch.is_batch_minimal(plan):
         return []
     searches = "--train-batch-size any searches larger batches, which change the training"
     predicted = free_batch.predict(run) if run.stop_reason is not None else None
@@ -156,7 +156,7 @@ def advise_script(run: Run, best: Trial) -> list[str]:
 
 def advise_saving(run: Run, best: Trial) -> list[str]:
     """Return how to save a model in stage 3, if the user's own stage differs."""
-    if best.stage != 3 or of_config(run.plan.base_config).stage == 3:
+    if best.stage != 3 or read_strategy(run.plan.base_config).stage == 3:
         return []
     return [
         "Saving: in stage 3, state_dict() contains only shards. Save with engine.save_16bit_model, "

@@ -17,7 +17,7 @@ from dsat.values import format as fmt
 from dsat.values import hazards
 from dsat.values.outcome import Outcome
 from dsat.values.trial import Trial
-from dsat.values.zero_strategy import of_config
+from dsat.values.zero_strategy import read_strategy
 
 _NOISY = 0.2  # half-width of the 95 % interval of one measurement
 _DRIFTED = 1.2  # ratio of the user's own speeds; run-to-run variation is at most half as large
@@ -172,7 +172,7 @@ def _tokens_per_sample(outcome: Outcome | None) -> tuple[float, float]:
 
 def _warn_of_optimizer(run: Run, best: Trial) -> Iterator[str]:
     """Warn if the optimizer may compute different updates than in the user's stage."""
-    own = of_config(run.plan.base_config).stage
+    own = read_strategy(run.plan.base_config).stage
     if run.profile is None or run.profile.optimizer.by_element or bool(own) == bool(best.stage):
         return
     yield (

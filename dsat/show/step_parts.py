@@ -8,7 +8,7 @@ from dsat.run.run import Run
 from dsat.values import format as fmt
 from dsat.values.outcome import Metrics
 from dsat.values.trial import Trial
-from dsat.values.zero_strategy import NONE, of_config
+from dsat.values.zero_strategy import NONE, read_strategy
 
 PARTS = ("forward", "backward", "optimizer step", "waiting for data", "the rest")
 _DATA, _OPTIMIZER = 0.1, 0.3  # smallest shares of a step that are worth a sentence
@@ -52,7 +52,7 @@ def _advise_on_data(run: Run, own: Metrics, best: Metrics) -> Iterator[str]:
 
 def _advise_on_optimizer(run: Run, best: Metrics) -> Iterator[str]:
     assert run.best is not None
-    share, strategy = best.step / best.latency, of_config(run.plan.config(run.best.overrides))
+    share, strategy = best.step / best.latency, read_strategy(run.plan.config(run.best.overrides))
     if share < _OPTIMIZER or strategy.offload_optimizer == NONE:
         return
     yield (

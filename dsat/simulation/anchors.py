@@ -20,7 +20,7 @@ from dsat.space.space import searched_switches
 from dsat.values import format as fmt
 from dsat.values import slow
 from dsat.values.outcome import ModelProfile
-from dsat.values.zero_strategy import of_config
+from dsat.values.zero_strategy import read_strategy
 
 _log = logging.getLogger(__name__)
 # Limit for the script to reach its first step, and for the processor time of each simulation.
@@ -36,7 +36,7 @@ _LARGEST_SIMULATED = 2**16
 _MOST_COMBINATIONS = 12  # of a model's switches, the script's own values included
 
 
-def of_run(
+def simulate_strategies(
     engine: SimulationHost,
     plan: Plan,
     profile: ModelProfile,
@@ -114,9 +114,8 @@ def variant_of(
     anchors, further = [], []
     for asked, answer in zip(questions, simulator.estimates(questions), strict=True):
         if isinstance(answer, str):
-            say(
-                f"{of_config(asked.config).label}: not simulated, so predicted by formula: {answer}"
-            )
+            strategy = read_strategy(asked.config).label
+            say(f"{strategy}: not simulated, so predicted by formula: {answer}")
             continue
         anchors.append(Anchor(asked.config, asked.micro_batch, answer))
         nearer = int(asked.micro_batch * math.sqrt(limit_bytes / max(1, answer.peak)))

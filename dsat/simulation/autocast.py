@@ -16,7 +16,7 @@ import torch
 from torch.library import Library, fallthrough_kernel
 from torch.utils._pytree import tree_map
 
-from dsat.simulation.operands import by_name, tensors_in
+from dsat.simulation.operands import name_arguments, tensors_in
 
 _KEY = "AutocastPrivateUse1"
 _LOWER_PRECISION = """
@@ -104,7 +104,7 @@ class Autocast:
         return self._run(operator, torch.float32, args, kwargs)
 
     def _full_by_dtype(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
-        given = by_name(operator, args, kwargs)
+        given = name_arguments(operator, args, kwargs)
         with torch._C._DisableAutocast():
             if self._is_eligible(args[0]) and given.get("dtype") is None:
                 given["dtype"] = torch.float32

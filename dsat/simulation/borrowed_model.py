@@ -16,7 +16,7 @@ from dsat.command.ds_config import BATCH_KEYS
 from dsat.in_trial import config_injection, script_switches
 from dsat.in_trial.batches import longest_of
 from dsat.in_trial.profiler import hidden_size
-from dsat.memory.estimate import as_simulated
+from dsat.memory.estimate import select_memory_settings
 from dsat.simulation.captured import Captured, ModuleSnapshot
 from dsat.simulation.known_values import ValuesMode
 from dsat.simulation.operands import tensors_in
@@ -189,7 +189,7 @@ class BorrowedModel:
             switch = functools.partial(script_switches.switch_model, wanted=candidate.switches)
             self._snapshot.change(switch)
         captured = self._captured
-        config = as_simulated(ds_config.fill_in_auto(candidate.config, self._config))
+        config = select_memory_settings(ds_config.fill_in_auto(candidate.config, self._config))
         kind = ActivationPass if candidate.activations_only else Simulation
         run = kind(captured, candidate._replace(config=config))
         has_gradients: list[bool] = []

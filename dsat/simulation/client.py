@@ -18,7 +18,7 @@ from dsat.memory.facts import ModelFacts
 from dsat.simulation import protocol
 from dsat.simulation.protocol import Question, ScriptFacts
 from dsat.values.step_trace import ModelTrace, StepTrace
-from dsat.values.zero_strategy import of_config
+from dsat.values.zero_strategy import read_strategy
 
 # Micro batches to compare, large enough that activations, not gradients, decide the peak of the
 # backward pass. For long sequences, the larger one is limited to this number of tokens.
@@ -270,7 +270,7 @@ def _ranks(question: Question) -> list[int]:
     that pass, while all activations exist.
     """
     last = question.slots - 1
-    return [0, last] if last > 0 and of_config(question.config).stage in (1, 2) else [0]
+    return [0, last] if last > 0 and read_strategy(question.config).stage in (1, 2) else [0]
 
 
 def _largest(answers: Sequence[dict[str, Any]]) -> MemoryEstimate | str:

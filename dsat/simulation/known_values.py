@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from dsat.memory.estimate import MOST_TOKENS
 from dsat.simulation.fake_parameters import value_of
-from dsat.simulation.operands import by_name, tensors_in
+from dsat.simulation.operands import name_arguments, tensors_in
 
 aten = torch.ops.aten
 _MOST_FLOATS = 2**12  # elements; enough for positions in an image, too few for activations
@@ -154,7 +154,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         if func.namespace == "c10d":  # schemas of collectives do not name what they write
             written = [*args, *kwargs.values()]
         elif func._schema.is_mutable:
-            given = by_name(func, args, kwargs)
+            given = name_arguments(func, args, kwargs)
             written = [
                 given.get(argument.name)
                 for argument in func._schema.arguments

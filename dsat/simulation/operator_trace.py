@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from dsat.simulation.operands import by_name, tensors_in
+from dsat.simulation.operands import name_arguments, tensors_in
 from dsat.values.step_trace import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -142,7 +142,7 @@ class OperatorTrace:
         # A backward pass enables gradients only to recompute, which adds no model FLOPs.
         if torch._C._current_graph_task_id() == -1 or not torch.is_grad_enabled():
             self._model_flops += flops if self.is_last else 0.0
-        return flops / 2 if by_name(func, args, kwargs).get("is_causal") else flops
+        return flops / 2 if name_arguments(func, args, kwargs).get("is_causal") else flops
 
     def _record_collective(self, phase: str, func: Any, args: Sequence[Any]) -> None:
         ranks = _ranks(args)

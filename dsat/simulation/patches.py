@@ -28,7 +28,7 @@ from dsat.simulation.protocol import SimulationUnsupported
 from dsat.simulation.rank_views import RankViews
 from dsat.simulation.storage_tracker import StorageTracker
 from dsat.simulation.versions import collectives
-from dsat.values.zero_strategy import of_config
+from dsat.values.zero_strategy import read_strategy
 
 aten = torch.ops.aten
 FAKE_GROUP = "fake"  # backend of torch.testing, whose collectives do nothing
@@ -220,7 +220,7 @@ def partition_in_stage_3(model: torch.nn.Module, config: Mapping[str, Any]) -> N
     """Partition a model in stage 3, as `zero.Init` does while a script makes it."""
     import deepspeed.comm
 
-    if of_config(config).stage != 3:
+    if read_strategy(config).stage != 3:
         return
     zero: Any = importlib.import_module("deepspeed.runtime.zero")
     deepspeed.comm.init_distributed(verbose=False)

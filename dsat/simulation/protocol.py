@@ -52,7 +52,7 @@ class Question(NamedTuple):
     @property
     def parallelism(self) -> Parallelism:
         """Tensor and sequence parallelism of the configuration."""
-        return parallelism.of_config(self.config)
+        return parallelism.read_parallelism(self.config)
 
     @property
     def gas(self) -> int:

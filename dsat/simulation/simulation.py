@@ -25,7 +25,7 @@ from dsat.simulation.protocol import Question, SimulationUnsupported
 from dsat.simulation.storage_tracker import ALL, DEVICE, HOST, MATMUL, PINNED, StorageTracker
 from dsat.simulation.versions import transformers_models
 from dsat.values.trial import BatchTriple
-from dsat.values.zero_strategy import of_config
+from dsat.values.zero_strategy import read_strategy
 
 # Settings of stage 3 that run compiled kernels of a GPU, which a fake device lacks.
 _KERNELS_OF_GPU = (
@@ -187,7 +187,7 @@ class Simulation(_FakeDevice):
         The first step allocates all persistent state, for which any loss is good enough. Only in
         stage 3 does this step run the model, since the engine then records the order of modules.
         """
-        needs_modules = of_config(self._candidate.config).stage == 3
+        needs_modules = read_strategy(self._candidate.config).stage == 3
         with outside_of_contexts():
             for micro_step in range(2 * self._candidate.gas - 1):
                 steady = micro_step >= self._candidate.gas
@@ -319,7 +319,7 @@ def check_supported(config: Mapping[str, Any]) -> None:
     """Raise SimulationUnsupported if an engine with this configuration needs a GPU's kernels."""
     zero = config.get("zero_optimization") or {}
     on = [name for name in _KERNELS_OF_GPU if ds_config.at(zero, name) is True]
-    if on and of_config(config).stage == 3:
+    if on and read_strategy(config).stage == 3:
         raise SimulationUnsupported(f"{on[0]} needs a GPU and cannot be simulated")
 
 

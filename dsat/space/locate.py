@@ -15,7 +15,7 @@ from dsat.space.space import Space
 from dsat.values import parallelism
 from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import BatchTriple
-from dsat.values.zero_strategy import of_config
+from dsat.values.zero_strategy import read_strategy
 
 _ELEMENTS = [setting.path.partition(".")[2] for setting in SETTINGS if setting.elements]
 _OTHER = object()  # differs from every value
@@ -57,7 +57,7 @@ class Locator:
         """
         config = ds_config.prepare_for_training(self._space.freedom.base_config, overrides)
         strategies = list(self._space.strategies)
-        strategy = of_config(config)
+        strategy = read_strategy(config)
         if strategy not in strategies:
             return None, False
         number = strategies.index(strategy)
@@ -126,7 +126,7 @@ def canonical_config(config: Mapping[str, Any], *, num_params: int | None = None
         num_params: if given, larger sizes in elements, such as buckets, are replaced by it.
     """
     found = dict(config)
-    shared = parallelism.of_config(config)
+    shared = parallelism.read_parallelism(config)
     for key, size in (("tensor_parallel", shared.tensor), (SEQUENCE_SIZE, shared.sequence)):
         if size == 1:
             found.pop(key, None)

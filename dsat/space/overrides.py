@@ -9,7 +9,7 @@ from dsat.command import ds_config
 from dsat.command.switches import is_switch
 from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import BatchTriple
-from dsat.values.zero_strategy import NONE, NVME, Strategy, of_config
+from dsat.values.zero_strategy import NONE, NVME, Strategy, read_strategy
 
 GAS = "gradient_accumulation_steps"
 SEQUENTIAL = "stage3_allgather_sequential"
@@ -60,8 +60,10 @@ def strategy_settings(
         moves_to_host: see `OwnOptimizer`.
     """
     zero = config.get("zero_optimization") or {}
-    own = of_config(config, 3)
-    is_own = strategy.stage > 0 and strategy == of_config(config)  # where NVMe may mean the host
+    own = read_strategy(config, 3)
+    is_own = strategy.stage > 0 and strategy == read_strategy(
+        config
+    )  # where NVMe may mean the host
     settings: dict[str, Any] = {}
     for section, wanted in strategy.offloading.items():
         if is_own or wanted == own.offloading[section]:
@@ -74,12 +76,12 @@ def strategy_settings(
         settings["offload_optimizer.ratio"] = 1.0  # DeepSpeed asserts it
     if _refuses_scattering(strategy.stage, config):
         settings["reduce_scatter"] = False
-    if strategy.stage == 3 != of_config(config).stage and zero.get(GATHER) is not True:
+    if strategy.stage == 3 != read_strategy(config).stage and zero.get(GATHER) is not True:
         # Only saving reads this, and the script expects whole weights. With another stage, the
         # user's `false` means nothing, because accelerate writes it.
         settings[GATHER] = True
     is_scripts_own = not (moves_to_host or config.get("optimizer"))
-    own_offloads = of_config(config).offload_optimizer != NONE and FORCE in config
+    own_offloads = read_strategy(config).offload_optimizer != NONE and FORCE in config
     if strategy.offload_optimizer != NONE and is_scripts_own and not own_offloads:
         settings[FORCE] = False  # else DeepSpeed refuses an optimizer that the script made
     return settings

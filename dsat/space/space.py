@@ -47,7 +47,7 @@ class Branch:
         counts = [len(values) for _, values in self.searched]
         return tuple(math.prod(counts[:position]) for position in range(len(counts)))
 
-    def of_each_parallelism(self) -> list[dict[str, Any]]:
+    def list_parallelisms(self) -> list[dict[str, Any]]:
         """Return settings for each searched parallelism; all others have their first values."""
         sizes = (*PARALLELISM, _BOTH_SIZES)
         for (key, values), stride in zip(self.searched, self.strides, strict=True):
@@ -99,7 +99,9 @@ class Freedom:
 
     def parallelism(self, settings: Mapping[str, Any] | None = None) -> Parallelism:
         """Return the parallelism of flat settings; missing sizes are the user's."""
-        return parallelism.of_settings(settings or {}, parallelism.of_config(self.base_config))
+        return parallelism.apply_settings(
+            settings or {}, parallelism.read_parallelism(self.base_config)
+        )
 
     @property
     def fixed(self) -> tuple[str, ...]:

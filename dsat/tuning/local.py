@@ -150,7 +150,7 @@ class LocalSearch(Observer):
         elif not ready.hosts[0].is_here:
             why_not = "simulation needs dsat on one of the trials' hosts"
         else:
-            return anchors.of_run(
+            return anchors.simulate_strategies(
                 engine,
                 ready.plan,
                 profile,

@@ -14,7 +14,7 @@ from dsat.command.experiment import Experiment
 from dsat.command.switches import BIND_CORES, CHECKPOINTING, SWITCHES, VARIABLE
 from dsat.errors import UserInputError
 from dsat.options import ANY, OWN
-from dsat.run.free_batch import leaves_nothing_to_trade
+from dsat.run.free_batch import is_batch_minimal
 from dsat.run.strategies import make_space
 from dsat.run.training_check import training_with
 from dsat.search import SEARCHES
@@ -26,7 +26,7 @@ from dsat.tuning.settings import ALL, Settings
 from dsat.values import hazards, parallelism
 from dsat.values.objective import METRICS, Objective
 from dsat.values.trial import BatchTriple
-from dsat.values.zero_strategy import of_config
+from dsat.values.zero_strategy import read_strategy
 
 _log = logging.getLogger(__name__)
 _MICRO_BATCH = "train_micro_batch_size_per_gpu"
@@ -99,7 +99,7 @@ def drop_faulty_stages(plan: Plan, version: str | None, *, is_listed: bool) -> P
     for fault in own:
         whose = "may have" if fault.unseen else "has"
         _log.warning("your configuration %s a known fault: %s", whose, fault.describe(known))
-    stage = of_config(config).stage
+    stage = read_strategy(config).stage
     accumulates = gas if plan.train_batch_size is None else max(gas, 2)
     faulty = []
     for other in plan.zero_stages:
@@ -168,7 +168,7 @@ def _data_parallel(
 
     If parallelism is searched, the largest data-parallel size must divide a fixed global batch.
     """
-    largest = parallelism.of_config(base).data(slots)
+    largest = parallelism.read_parallelism(base).data(slots)
     if any(key in tuned for key in PARALLELISM):
         largest = math.gcd(slots, global_batch or slots)
     return largest if largest < slots else 0
@@ -301,7 +301,7 @@ def make_notes(settings: Settings, plan: Plan) -> Iterator[str]:
             f"the search keeps your global batch of {size}. --train-batch-size any also searches "
             "other global batches, which change the training"
         )
-        if leaves_nothing_to_trade(plan):
+        if is_batch_minimal(plan):
             note = (
                 f"your global batch of {size} is one sample per device, so the micro batch cannot "
                 "grow. --train-batch-size any also searches larger batches, which change the "

@@ -112,7 +112,7 @@ def version_in(software: str) -> str | None:
     return found[1] if found else None
 
 
-def of_version(version: str | None) -> list[Hazard]:
+def find_by_version(version: str | None) -> list[Hazard]:
     """Return the hazards of a DeepSpeed version; empty if the version is unknown."""
     return [h for h in table() if is_one_of(version, h.versions)]
 
@@ -128,7 +128,7 @@ def is_one_of(version: str | None, versions: str) -> bool:
 
 def find(version: str | None, training: Training, *kinds: str) -> list[Hazard]:
     """Return the hazards of these kinds that affect a training, or may (see `Hazard.unseen`)."""
-    return [h for h in of_version(version) if h.kind in kinds and h.hits(training)]
+    return [h for h in find_by_version(version) if h.kind in kinds and h.hits(training)]
 
 
 def unaffected_version(found: Iterable[Hazard]) -> str:
@@ -138,7 +138,7 @@ def unaffected_version(found: Iterable[Hazard]) -> str:
     """
     least = max((Version(h.good) for h in found), default=Version("0"))
     known = sorted({Version(h.good) for h in table()})
-    return str(next((v for v in known if v >= least and not of_version(str(v))), known[-1]))
+    return str(next((v for v in known if v >= least and not find_by_version(str(v))), known[-1]))
 
 
 def _value(config: Mapping[str, Any], path: str) -> Any:

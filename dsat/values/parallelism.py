@@ -64,14 +64,14 @@ class Parallelism:
 DATA_ONLY = Parallelism()
 
 
-def of_config(config: Mapping[str, Any]) -> Parallelism:
+def read_parallelism(config: Mapping[str, Any]) -> Parallelism:
     """Return the parallelism of a DeepSpeed configuration."""
     section = config.get("tensor_parallel")
     tensor = section.get("autotp_size") if isinstance(section, Mapping) else None
     return Parallelism(_size(tensor), _size(config.get(SEQUENCE_SIZE)))
 
 
-def of_settings(settings: Mapping[str, Any], own: Parallelism) -> Parallelism:
+def apply_settings(settings: Mapping[str, Any], own: Parallelism) -> Parallelism:
     """Return the parallelism of flat settings; missing sizes are those of `own`."""
     return Parallelism(
         _size(settings.get(TENSOR_SIZE, own.tensor)),

@@ -83,7 +83,7 @@ def plain(*stages: int) -> tuple[Strategy, ...]:
     return tuple(Strategy(stage) for stage in stages)
 
 
-def of_config(config: Mapping[str, Any], stage: int | None = None) -> Strategy:
+def read_strategy(config: Mapping[str, Any], stage: int | None = None) -> Strategy:
     """Return the strategy of a DeepSpeed configuration, optionally with another stage.
 
     Offloading that the stage does not support is dropped. In stages 1 and 2, NVMe for optimizer

@@ -12,7 +12,7 @@ from dsat.estimating import fewest_gpus
 from dsat.memory import closed_form
 from dsat.memory.facts import ModelFacts
 from dsat.memory.predictor import Basis, Variant
-from dsat.memory.strategies import with_strategy
+from dsat.memory.strategies import apply_strategy
 from dsat.values.zero_strategy import Strategy
 
 GIB = 2**30
@@ -36,7 +36,7 @@ def chosen(facts: ModelFacts, **settings: Any) -> list[fewest_gpus.Choice]:
 def peak(choice: fewest_gpus.Choice, **changes: Any) -> int:
     """Return the memory of a GPU by the closed form, with changes to a choice."""
     wanted = replace(choice, **changes)
-    config = with_strategy(BF16, wanted.strategy, wanted.gpus)
+    config = apply_strategy(BF16, wanted.strategy, wanted.gpus)
     needed = closed_form.estimate(
         SEVEN_BILLION, config, slots=wanted.gpus, micro_batch=wanted.micro_batch
     )

@@ -13,10 +13,10 @@ from dsat.estimating.options import EstimateSettings
 from dsat.estimating.tables import Estimate, LineByLine
 from dsat.memory import closed_form
 from dsat.memory.estimate import CLOSED_FORM, SIMULATED
-from dsat.memory.strategies import with_strategy
+from dsat.memory.strategies import apply_strategy
 from dsat.prepare.simulated_model import SimulatedModel
 from dsat.simulation.client import Simulator
-from dsat.values.zero_strategy import USUAL_ORDER, Strategy, of_config
+from dsat.values.zero_strategy import USUAL_ORDER, Strategy, read_strategy
 from testing.simulation_host import MIB, FakeSimulationHost, by_formula, facts_of, failing_in
 
 GIB = 2**30
@@ -70,7 +70,7 @@ def test_what_is_left_to_the_script_has_the_scripts_type() -> None:
         host = FakeSimulationHost(facts, by_formula(facts))
         for line in answer_of(host, base, formula=True).lines:
             said = {
-                **with_strategy(base, line.strategy, 1),
+                **apply_strategy(base, line.strategy, 1),
                 "bf16": {"enabled": size == 2},
             }
             with_library = replace(facts, workspace_bytes=closed_form.MATMUL_WORKSPACE_BYTES)
@@ -170,7 +170,7 @@ def test_lines_are_marked_until_they_are_simulated() -> None:
         assert next(answers) == next(answers) == 1
         del answers
         after = tables.estimate()
-    asked = [of_config(r["config"]) for r in host.asked if not r["activations_only"]]
+    asked = [read_strategy(r["config"]) for r in host.asked if not r["activations_only"]]
     names = [strategy.name for strategy in USUAL_ORDER]
     assert abs(names.index(asked[0].name) - names.index(advised.name)) <= 1
     sources = [line.estimate.source for line in after.lines]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from dsat.memory.strategies import compared, with_strategy
+from dsat.memory.strategies import apply_strategy, compared
 from dsat.values.zero_strategy import Strategy
 
 BF16 = {"bf16": {"enabled": True}}
@@ -28,17 +28,17 @@ BF16 = {"bf16": {"enabled": True}}
 def test_gradients_are_accumulated_as_the_user_does(
     base: Mapping[str, Any], slots: int, gas: int
 ) -> None:
-    found = with_strategy(base, Strategy(1), slots)
+    found = apply_strategy(base, Strategy(1), slots)
     assert found["gradient_accumulation_steps"] == gas
     assert not {"train_batch_size", "train_micro_batch_size_per_gpu"} & set(found)
 
 
 def test_slots_share_samples_as_the_users_do_where_they_can() -> None:
     own = {"sequence_parallel_size": 4, "train_micro_batch_size_per_gpu": 1}
-    sizes = [with_strategy(own, Strategy(3), n)["sequence_parallel_size"] for n in (1, 8)]
+    sizes = [apply_strategy(own, Strategy(3), n)["sequence_parallel_size"] for n in (1, 8)]
     assert sizes == [1, 4]
     batch = {**own, "train_batch_size": 8}
-    gas = [with_strategy(batch, Strategy(3), n)["gradient_accumulation_steps"] for n in (1, 8)]
+    gas = [apply_strategy(batch, Strategy(3), n)["gradient_accumulation_steps"] for n in (1, 8)]
     assert gas == [8, 4]
 
 

@@ -37,7 +37,7 @@ from dsat.values.step_trace import (
     ModelTrace,
     StepTrace,
 )
-from dsat.values.zero_strategy import Strategy, of_config
+from dsat.values.zero_strategy import Strategy, read_strategy
 from testing import warm_command, warm_host
 
 CPU = {"device": "cpu"}
@@ -155,7 +155,7 @@ def test_the_network_of_a_run_on_the_same_gpus_is_counted_once(device: str, gpu:
 
     gathers = Collectives(FORWARD, True, ALL_GATHER, 16, 1, False, 2e9, 20)
     step = replace(passes(1), collectives=(gathers,), slots=16)
-    facts, own = ModelFacts.of_profile(run.profile), of_config(run.plan.base_config)
+    facts, own = ModelFacts.of_profile(run.profile), read_strategy(run.plan.base_config)
     anchor = Anchor(run.plan.base_config, 1, MemoryEstimate(0, 0, 0, 0), 16)
     model = ModelTrace(passes(256), passes(512))
     traced = Traced(run.plan.base_config, facts, model, {own: (step, anchor)}, {}, 128)

@@ -17,7 +17,7 @@ import pytest
 
 from dsat.command.switches import OTHER_ACCUMULATION, OTHER_BATCH, OTHER_CONFIG, OTHER_LIMITS
 from dsat.in_trial.adapters.deepspeed_calls import ZERO_INIT
-from dsat.in_trial.batches import DROPPED, OF_ITS_OWN, OWN_ACCUMULATION, UNCOUNTED, UNSEEN
+from dsat.in_trial.batches import DROPPED, IGNORES_BATCH, OWN_ACCUMULATION, UNCOUNTED, UNSEEN
 from dsat.in_trial.config_injection import SEVERAL_ENGINES
 from dsat.values.outcome import ScriptSwitch
 from testing.scenarios import Harm, User
@@ -320,7 +320,7 @@ CASES = {
                     warnings=(
                         *(SEVERAL_ENGINES, UNCOUNTED, DROPPED, UNSEEN),
                         OWN_ACCUMULATION.format(k=4, advice=""),
-                        OF_ITS_OWN.format(samples="12 samples", micro_batch=4, advice=""),
+                        IGNORES_BATCH.format(samples="12 samples", micro_batch=4, advice=""),
                     ),
                     late=(3, 6, 9),
                     evaluated=0.25,

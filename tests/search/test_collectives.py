@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dsat.search.collectives import Network, of_step
+from dsat.search.collectives import Network, list_collectives
 from dsat.search.gpus import GpuModel
 from dsat.simulation.client import Simulator
 from dsat.simulation.protocol import Question
@@ -31,7 +31,9 @@ NOTHING_STAYS = {
 
 def listed(stage: int, *, params: int = PARAMS, **zero: Any) -> list[Collectives]:
     settings = {**defaults(stage), **zero}
-    return of_step(stage, settings, ranks=RANKS, params=params, trainable=params, itemsize=ITEMSIZE)
+    return list_collectives(
+        stage, settings, ranks=RANKS, params=params, trainable=params, itemsize=ITEMSIZE
+    )
 
 
 def moved(found: list[Collectives], gas: int) -> float:
@@ -67,7 +69,7 @@ def test_a_small_model_stays_gathered_between_the_passes() -> None:
 
 
 def test_one_rank_has_nothing_to_say() -> None:
-    assert of_step(3, defaults(3), ranks=1, params=1e9, trainable=1e9, itemsize=2) == []
+    assert list_collectives(3, defaults(3), ranks=1, params=1e9, trainable=1e9, itemsize=2) == []
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 16, 64, 512])
@@ -143,7 +145,7 @@ def test_the_list_is_what_traced_steps_call(simulator: Simulator) -> None:
         strict=True,
     ):
         assert not isinstance(answer, str), answer
-        expected = of_step(
+        expected = list_collectives(
             stage,
             {
                 **defaults(stage),

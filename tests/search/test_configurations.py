@@ -24,7 +24,7 @@ def test_two_ways_to_share_a_sample_are_one_setting_like_any_other() -> None:
     profile = replace(weightless(15), num_params=10**8, trainable_params=10**8)
     problem = Problem(profile, Objective("throughput"), space, seed=0)
     known, [branch] = Configurations(problem), space.branches
-    ways = branch.of_each_parallelism()
+    ways = branch.list_parallelisms()
     indices = [
         next(index for index in range(branch.count) if branch.settings(index) == way)
         for way in ways

@@ -16,7 +16,7 @@ from dsat.simulation import anchors
 from dsat.simulation.client import Simulator
 from dsat.simulation.protocol import Question
 from dsat.values.outcome import ModelProfile, ScriptSwitch
-from dsat.values.zero_strategy import of_config
+from dsat.values.zero_strategy import read_strategy
 from testing.helpers import plan_of
 from testing.simulation_host import (
     MIB,
@@ -48,7 +48,9 @@ def basis_of(
     **of_plan: Any,
 ) -> Basis:
     plan = plan_of("asha", zero_stages=(0, 1, 2, 3), slot_memory_bytes=4 * GIB, **of_plan)
-    return anchors.of_run(host, plan, profile, configs, as_cpu=False, say=lambda line: None)
+    return anchors.simulate_strategies(
+        host, plan, profile, configs, as_cpu=False, say=lambda line: None
+    )
 
 
 @pytest.mark.parametrize("lost", [set(), {3}, {2, 3}, {0, 1}])
@@ -61,7 +63,7 @@ def test_a_strategy_that_cannot_be_simulated_costs_the_others_nothing(lost: set[
         )
     workspace = closed_form.MATMUL_WORKSPACE_BYTES
     assert found.facts == replace(FACTS, matmul_bytes=workspace, workspace_bytes=workspace)
-    stages = [of_config(anchor.config).stage for anchor in found.anchors]
+    stages = [read_strategy(anchor.config).stage for anchor in found.anchors]
     assert stages == [stage for stage in range(4) if stage not in lost]
     assert all(anchor.estimate.source == SIMULATED for anchor in found.anchors)
     why = "not simulated, so predicted by formula: NotImplementedError: no fake kernel"
@@ -115,7 +117,7 @@ def test_a_late_answer_is_not_taken_for_that_to_the_next_question(
     plain, next_came = by_formula(FACTS), threading.Event()
 
     def late(request: Mapping[str, Any]) -> Mapping[str, Any]:
-        if of_config(request["config"]).stage == 3:
+        if read_strategy(request["config"]).stage == 3:
             next_came.wait(60.0)
         return plain(request)
 

@@ -20,7 +20,7 @@ from dsat.space.space import Freedom, Space
 from dsat.values.outcome import ScriptSwitch
 from dsat.values.parallelism import SEQUENCE_SIZE, TENSOR_SIZE, Parallelism
 from dsat.values.trial import BatchTriple
-from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy, of_config, plain
+from dsat.values.zero_strategy import CPU, NONE, NVME, Strategy, plain, read_strategy
 
 ONE = BatchTriple(1, 1, 1)
 BUCKETS = [10**6, 5 * 10**6, 10**7, 5 * 10**7, 10**8, 5 * 10**8, 10**9, 5 * 10**9]
@@ -343,7 +343,7 @@ def test_settings_that_turn_the_users_configuration_into_a_strategy(
     found = strategy_settings(strategy, config, "/nvme")
     assert found == expected
     merged = ds_config.merge(config, overrides_for({"stage": strategy.stage, **found}, ONE))
-    assert of_config(merged) == strategy
+    assert read_strategy(merged) == strategy
 
 
 def test_defaults_are_deepspeeds_own() -> None:

@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from dsat.values import hazards
-from dsat.values.hazards import FAILS, GRADIENTS, Training, find, of_version, table
+from dsat.values.hazards import FAILS, GRADIENTS, Training, find, find_by_version, table
 
 
 def training(stage: int, gas: int = 1, precision: str = "fp32", **config: Any) -> Training:
@@ -51,8 +51,8 @@ def test_failures_on_processor_cores_are_no_failures_on_gpus() -> None:
 def test_the_version_to_install_has_no_known_fault() -> None:
     for each in table():
         assert Version(each.good) not in SpecifierSet(each.versions), each.name
-    assert not of_version(hazards.unaffected_version(of_version("0.18.2")))
-    assert not of_version(hazards.unaffected_version(of_version("0.18.6")))
+    assert not find_by_version(hazards.unaffected_version(find_by_version("0.18.2")))
+    assert not find_by_version(hazards.unaffected_version(find_by_version("0.18.6")))
 
 
 def test_every_row_says_where_it_comes_from() -> None:
