@@ -31,8 +31,8 @@ def options_of(method: str) -> Mapping[str, Option]:
     An unknown search has none. Subclasses do not inherit options, because their constructors may
     differ.
     """
-    found: Mapping[str, Option] = vars(SEARCHES.get(method, Search)).get("options", {})
-    return found
+    options: Mapping[str, Option] = vars(SEARCHES.get(method, Search)).get("options", {})
+    return options
 
 
 def usual_options(method: str) -> dict[str, Any]:
@@ -42,15 +42,15 @@ def usual_options(method: str) -> dict[str, Any]:
 
 def parameters_of(method: str) -> set[str]:
     """Return the names of a search's constructor parameters, inherited ones too, for users."""
-    found: set[str] = set()
+    names: set[str] = set()
     unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    for each in SEARCHES.get(method, Search).__mro__[:-1]:
-        if "__init__" in vars(each):
-            own = inspect.signature(vars(each)["__init__"]).parameters.values()
-            found |= {one.name for one in own if one.kind not in unnamed}
-            if all(one.kind is not one.VAR_KEYWORD for one in own):
+    for ancestor in SEARCHES.get(method, Search).__mro__[:-1]:
+        if "__init__" in vars(ancestor):
+            parameters = inspect.signature(vars(ancestor)["__init__"]).parameters.values()
+            names |= {parameter.name for parameter in parameters if parameter.kind not in unnamed}
+            if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters):
                 break
-    return found - _SET_BY_RUNS
+    return names - _SET_BY_RUNS
 
 
 __all__ = [

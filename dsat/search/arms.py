@@ -94,16 +94,16 @@ class Arm:
         self.observed.append(observation)
         if outcome is None:
             return
-        value, below = outcome.value(objective), bisect.bisect_left(self.sizes, size) - 1
+        value, smaller = outcome.value(objective), bisect.bisect_left(self.sizes, size) - 1
         if value is not None and objective.is_better(value, self.best):
             self.best, self.best_size = value, size
         if outcome.ok:
             self.lo = max(self.lo, bisect.bisect_right(self.sizes, size))
         elif outcome.kind.is_out_of_memory or outcome.smaller_may_run:
-            self.hi = min(self.hi, below)
+            self.hi = min(self.hi, smaller)
         elif is_ours and outcome.kind is OutcomeKind.TIMEOUT and not self._timeouts:
             self._timeouts += 1
-            self.hi = min(self.hi, below)
+            self.hi = min(self.hi, smaller)
         elif is_ours:
             self.hi = -1
 
@@ -174,22 +174,22 @@ class Arms:
         self.problem = problem
         self.begun: dict[int, Arm] = {}
         self.branches = [_Branch() for _ in problem.space.branches]
-        self._is_anything_running = any(each.outcome is None for each in observations)
+        self._is_anything_running = any(o.outcome is None for o in observations)
         self.rng = np.random.default_rng([problem.seed, len(observations)])
         self._context = context
         self._range_factor = range_factor
         self._sizes = problem.space.micro_batches if sizes is None else sizes
         self.known: dict[tuple[int, int], Arm] = {}
-        outcomes = [each.outcome for each in observations if each.outcome is not None]
-        limits = [each.most_samples for each in outcomes if each.most_samples is not None]
+        outcomes = [o.outcome for o in observations if o.outcome is not None]
+        limits = [o.most_samples for o in outcomes if o.most_samples is not None]
         self._most_samples: float = min(limits, default=math.inf)
         self._too_large = [math.inf for _ in self.branches]  # smallest sizes that failures exclude
         self._largest = math.inf  # largest micro batch that ran, while throughput still grows
         if problem.ramp:
             self._limit_growth(observations)
-        for position, each in enumerate(observations):
-            if each.point is not None and each.is_exact:
-                self._observe(position, each.point, each)
+        for position, observation in enumerate(observations):
+            if observation.point is not None and observation.is_exact:
+                self._observe(position, observation.point, observation)
 
     def _limit_growth(self, observations: Sequence[Observation]) -> None:
         """Limit micro batches also by speed and failures, since memory hardly limits small models.
@@ -200,11 +200,11 @@ class Arms:
         ran: defaultdict[tuple[int, int], dict[int, tuple[float, float]]] = defaultdict(dict)
         objective = self.problem.objective
         too_large: defaultdict[int, list[int]] = defaultdict(list)
-        for each in observations:
-            point, outcome = each.point, each.outcome
+        for observation in observations:
+            point, outcome = observation.point, observation.outcome
             if point is None or outcome is None:
                 continue
-            value, size = outcome.value(objective), each.batch.micro_batch
+            value, size = outcome.value(objective), observation.batch.micro_batch
             if value is not None and outcome.metrics is not None:
                 rate = objective.log_value(value), outcome.metrics.standard_error
                 ran[point.branch, point.index][size] = rate
@@ -220,8 +220,8 @@ class Arms:
         self._largest = max((size for sizes in ran.values() for size in sizes), default=math.inf)
         for rates in ran.values():
             for small, large in itertools.pairwise(sorted(rates)):
-                beyond = (rates[size][0] for size in rates if size > large)
-                if max(beyond, default=-math.inf) > rates[large][0] + _WORTH_DOUBLING:
+                larger = (rates[size][0] for size in rates if size > large)
+                if max(larger, default=-math.inf) > rates[large][0] + _WORTH_DOUBLING:
                     continue  # something disturbed one of the two measurements
                 octaves = math.log2(large / small)
                 grown = rates[large][0] - rates[small][0] + rates[large][1]
@@ -313,21 +313,21 @@ class Arms:
         candidates = [number for number in candidates if not self.branches[number].is_abandoned]
         drawn = {number: set(self.branches[number].drawn) for number in candidates}
         for _ in range(_DRAWS):
-            left = [n for n in candidates if len(drawn[n]) < branches[n].count]
-            if not left:
+            unfinished = [n for n in candidates if len(drawn[n]) < branches[n].count]
+            if not unfinished:
                 return None
-            least = min(self.branches[n].failures for n in left)
-            left = [n for n in left if self.branches[n].failures == least]
-            new = [n for n in left if not drawn[n]]
-            number = new[0] if new else left[int(self.rng.integers(len(left)))]
+            least = min(self.branches[n].failures for n in unfinished)
+            unfinished = [n for n in unfinished if self.branches[n].failures == least]
+            new = [n for n in unfinished if not drawn[n]]
+            number = new[0] if new else unfinished[int(self.rng.integers(len(unfinished)))]
             index = 0  # the first settings are drawn first
             while index in drawn[number]:
                 index = int(self.rng.integers(branches[number].count))
             drawn[number].add(index)
             arm = self.arm(number, index)
-            known = self.branches[number]
-            if not arm.ours and not known.largest_ran:  # stay below failures of other settings
-                arm.limit(max(self._sizes[0], known.least_failed - 1))
+            results = self.branches[number]
+            if not arm.ours and not results.largest_ran:  # stay below failures of other settings
+                arm.limit(max(self._sizes[0], results.least_failed - 1))
             if self.is_open(arm):
                 self.begin(arm)
                 return arm
@@ -370,5 +370,5 @@ class Arms:
         if self._is_anything_running:
             return Wait()
         branches = zip(self.branches, self.problem.space.branches, strict=True)
-        is_whole = not any(b.is_abandoned and len(b.drawn) < its.count for b, its in branches)
+        is_whole = not any(b.is_abandoned and len(b.drawn) < s.count for b, s in branches)
         return Stop(EXHAUSTED if is_whole else _ABANDONED)

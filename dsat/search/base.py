@@ -214,11 +214,11 @@ def count_since_best(
     Without an admitted value, return None and the number of all finished trials.
     """
     best, since = None, 0
-    for each in observations:
-        if each.outcome is None:
+    for observation in observations:
+        if observation.outcome is None:
             continue
-        value = each.outcome.value(objective)
-        if value is not None and each.is_admitted and objective.is_better(value, best):
+        value = observation.outcome.value(objective)
+        if value is not None and observation.is_admitted and objective.is_better(value, best):
             best, since = value, 0
         else:
             since += 1
@@ -234,7 +234,7 @@ def largest_micro_batch(
     """
     profile = problem.profile
     if memory is not None:
-        found = memory.largest(settings)
+        largest = memory.largest(settings)
     else:
-        found = profile.slot_memory_bytes // max(1, profile.activation_bytes_per_sample)
-    return min(found, 2.0 * problem.space.micro_batches[-1])
+        largest = profile.slot_memory_bytes // max(1, profile.activation_bytes_per_sample)
+    return min(largest, 2.0 * problem.space.micro_batches[-1])

@@ -139,23 +139,23 @@ class Chooser:
         elif first.any():
             score = candidates.gain - _FAILURE * (1 - np.exp(candidates.log_runs))
             score = np.where(first, score, -np.inf)
-        for_its_time = worth - np.log(np.maximum(1.0, candidates.cost / candidates.usual_cost))
-        expected = float(for_its_time.max()) - 2 * math.log(
+        efficiency = worth - np.log(np.maximum(1.0, candidates.cost / candidates.usual_cost))
+        expected = float(efficiency.max()) - 2 * math.log(
             max(1.0, self.known.count / _USUAL_LENGTH)
         )
-        at = int(np.argmax(score >= score.max() - _TIE))
-        place = candidates.branch[at], candidates.index[at], candidates.micro_batch[at]
+        i = int(np.argmax(score >= score.max() - _TIE))
+        place = candidates.branch[i], candidates.index[i], candidates.micro_batch[i]
         return Point(*map(int, place)), math.inf if first.any() else math.exp(expected)
 
     def _find_unopened(self, observations: Sequence[Observation]) -> set[int]:
         """Return branches without offloading that never ran but have attempts left (`_RETRIES`)."""
         attempts, ran = Counter[int](), set()
-        for each in observations:
-            if each.point is None:
+        for observation in observations:
+            if observation.point is None:
                 continue
-            attempts[each.point.branch] += 1
-            if each.outcome is None or each.outcome.ok:
-                ran.add(each.point.branch)
+            attempts[observation.point.branch] += 1
+            if observation.outcome is None or observation.outcome.ok:
+                ran.add(observation.point.branch)
         return {
             branch
             for branch, strategy in enumerate(self.known.configurations.problem.space.strategies)
@@ -176,27 +176,31 @@ class Chooser:
         return better
 
     def _list_candidates(self) -> Candidates | None:
-        known, configurations = self.known, self.known.configurations
+        predictions, configurations = self.known, self.known.configurations
         keys, sizes = self._list_open()
         if not keys:
             return None
         points = configurations.points(keys, sizes)
-        speed = known.speed.beside(known.running) if len(known.running) else known.speed
-        best = known.incumbent
+        speed = (
+            predictions.speed.beside(predictions.running)
+            if len(predictions.running)
+            else predictions.speed
+        )
+        best = predictions.incumbent
         if best is None:
             log_s, sd = speed.predict(points)
         else:  # the best so far comes last
-            both = Points.join([points, best[0]])
-            log_s, sd = speed.predict(both, reference=len(points))
-        mine = slice(len(points))
-        gain = configurations.log_work(points) - log_s[mine] - (0.0 if best is None else best[1])
+            joined = Points.join([points, best[0]])
+            log_s, sd = speed.predict(joined, reference=len(points))
+        new = slice(len(points))
+        gain = configurations.log_work(points) - log_s[new] - (0.0 if best is None else best[1])
         cost = np.ones(len(points))
-        step_s = known.seconds(log_s)
+        step_s = predictions.seconds(log_s)
         kept, usual_cost = np.ones(len(points), bool), math.inf
         if self.costs is not None and step_s is not None:
             cost = self.costs.trial_s(step_s)
-            usual_cost, cost = float(cost[-1]), cost[mine]
-            least_s = (step_s * np.exp(-np.minimum(sd, _MOST_UNKNOWN)))[mine]
+            usual_cost, cost = float(cost[-1]), cost[new]
+            least_s = (step_s * np.exp(-np.minimum(sd, _MOST_UNKNOWN)))[new]
             kept = ~self.costs.are_too_long(least_s)
             if self.stop_when:
                 kept &= ~self.costs.are_unaffordable(least_s)
@@ -205,29 +209,31 @@ class Chooser:
         # How much a measurement, as noisy as earlier ones, would change each prediction: little if
         # the prediction is more certain. This is the standard deviation of the knowledge gradient
         # (Frazier, Powell and Dayanik, SIAM J. Control Optim. 47 (2008)).
-        moved = (sd**2 / np.hypot(sd, speed.noise))[mine]
+        moved = (sd**2 / np.hypot(sd, speed.noise))[new]
         branch, index = np.array(keys).T
-        log_runs = known.log_runs(keys, points)
+        log_runs = predictions.log_runs(keys, points)
         arrays = (branch, index, sizes, log_runs, gain, moved, cost)
         return Candidates(usual_cost, *(array[kept] for array in arrays))
 
     def _list_open(self) -> tuple[list[Key], Array]:
         """Return the settings and the micro batches of the configurations that may be tried."""
-        known, configurations = self.known, self.known.configurations
-        allowed = configurations.problem.space.micro_batches
+        predictions, configurations = self.known, self.known.configurations
+        micro_batches = configurations.problem.space.micro_batches
         keys: list[Key] = []
-        found: list[Array] = []
+        open_sizes: list[Array] = []
         for branch in range(len(configurations.problem.space.branches)):
             compared = self._list_settings(branch)
             if not compared:
                 continue
             edges = [configurations.edge(key) for key in compared]
             ends = [edges[0], max(edges)]
-            sizes = np.array(_select_micro_batches(allowed, edges=ends, best=known.best_sizes))
+            sizes = np.array(
+                _select_micro_batches(micro_batches, edges=ends, best=predictions.best_sizes)
+            )
             for key in compared:
-                found.append(sizes[known.find_open(key, sizes)])
-                keys += [key] * len(found[-1])
-        return keys, np.concatenate([np.zeros(0), *found])
+                open_sizes.append(sizes[predictions.find_open(key, sizes)])
+                keys += [key] * len(open_sizes[-1])
+        return keys, np.concatenate([np.zeros(0), *open_sizes])
 
     def _list_settings(self, branch: int) -> list[Key]:
         """Return the settings of a branch to compare, without those that past trials exclude.
@@ -235,20 +241,20 @@ class Chooser:
         These are all settings if they are few (`_MOST_SETTINGS`). Else, they are the first and the
         best settings, and the most promising changes of one value of the best.
         """
-        known, configurations = self.known, self.known.configurations
+        predictions, configurations = self.known, self.known.configurations
         count = configurations.problem.space.branches[branch].count
         if count <= _MOST_SETTINGS:
             keys = [(branch, index) for index in range(count)]
         else:
-            best = known.best_settings(branch)
+            best = predictions.best_settings(branch)
             changes = configurations.changes(branch, best)
-            size = np.full(len(changes), max(known.best_sizes, default=1.0))
+            size = np.full(len(changes), max(predictions.best_sizes, default=1.0))
             points = configurations.points(changes, size)
-            mean, sd = known.speed.predict(points, reference=0)
+            mean, sd = predictions.speed.predict(points, reference=0)
             hopes = np.round(mean - sd, 9)  # ties are broken by position
             order = np.argsort(hopes[1:], kind="stable") + 1
-            keys = list(dict.fromkeys([(branch, 0), changes[0], *(changes[at] for at in order)]))
-        return [key for key in keys if not known.is_closed(key)][:_MOST_SETTINGS]
+            keys = list(dict.fromkeys([(branch, 0), changes[0], *(changes[i] for i in order)]))
+        return [key for key in keys if not predictions.is_closed(key)][:_MOST_SETTINGS]
 
 
 class TooDear(Exception):

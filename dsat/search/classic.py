@@ -48,7 +48,7 @@ class BinarySearch(ArmSearch):
 
     def _propose(self, arms: Arms) -> Decision:
         ready = arms.ready
-        arm = min(ready, key=lambda each: each.latest) if ready else arms.draw()
+        arm = min(ready, key=lambda arm: arm.latest) if ready else arms.draw()
         return arms.finish() if arm is None else _propose_middle(arms, arm)
 
 
@@ -198,7 +198,7 @@ class RandomSearch(ArmSearch):
         return stop or super().propose(observations, context)
 
     def _propose(self, arms: Arms) -> Decision:
-        for arm in sorted(arms.ready, key=lambda each: each.latest):
+        for arm in sorted(arms.ready, key=lambda arm: arm.latest):
             if not self._should_end(arms, arm):
                 return self._draw_near_middle(arms, arm)
         worthwhile = [n for n in range(len(arms.branches)) if self._is_worthwhile(arms, n)]
@@ -212,13 +212,13 @@ class RandomSearch(ArmSearch):
         should get a trial with a large micro batch.
         """
         loss = self.problem.objective.loss
-        known = arms.known.values()
-        own = [each for each in known if each.branch == arm.branch and each.best is not None]
-        if own and not arm.ours:
-            best = min(own, key=lambda each: loss(each.best or 0.0)).best_size
-            above = min(bisect.bisect_right(arm.sizes, best), arm.hi)
-            if arms.allows(arm, above):
-                arm.lo = max(arm.lo, above)
+        others = arms.known.values()
+        measured = [a for a in others if a.branch == arm.branch and a.best is not None]
+        if measured and not arm.ours:
+            best = min(measured, key=lambda a: loss(a.best or 0.0)).best_size
+            larger = min(bisect.bisect_right(arm.sizes, best), arm.hi)
+            if arms.allows(arm, larger):
+                arm.lo = max(arm.lo, larger)
         position = arms.pick(arm, lambda: arm.lo + int(arms.rng.binomial(arm.hi - arm.lo, 0.5)))
         return arms.finish() if position is None else arm.propose(position)
 
@@ -227,8 +227,8 @@ class RandomSearch(ArmSearch):
         strategies = self.problem.space.strategies
         burden = strategies[branch].burden
         return not any(
-            known.largest_ran and strategy.stage > 0 and strategy.burden < burden
-            for known, strategy in zip(arms.branches, strategies, strict=True)
+            result.largest_ran and strategy.stage > 0 and strategy.burden < burden
+            for result, strategy in zip(arms.branches, strategies, strict=True)
         )
 
     def _should_end(self, arms: Arms, arm: Arm) -> bool:

@@ -91,8 +91,8 @@ class Network:
         """Return the seconds to move the bytes once, without latency; a host has `inside` ranks."""
         ranks, bandwidth = collectives.ranks, self.link_bandwidth
         if collectives.kind.startswith(ALL_TO_ALL):  # every rank has one network port
-            here, there = (inside - 1) / bandwidth, (ranks - inside) / self.network_bandwidth
-            return collectives.bytes / ranks * max(here, there)
+            local, remote = (inside - 1) / bandwidth, (ranks - inside) / self.network_bandwidth
+            return collectives.bytes / ranks * max(local, remote)
         if hosts > 1:  # a ring passes through all ports of the smallest host
             ports = ranks - inside * (hosts - 1)
             bandwidth = min(bandwidth, ports * self.network_bandwidth)
@@ -128,23 +128,23 @@ def list_collectives(
     if kind == REDUCE:  # a bucket is cut where another rank's part begins
         count += ranks - 1
     gradient_bytes = itemsize * trainable
-    found = [group(BACKWARD, True, kind, bytes=gradient_bytes, count=count)]
+    groups = [group(BACKWARD, True, kind, bytes=gradient_bytes, count=count)]
     if stage >= 2:
-        found.append(group(BACKWARD, False, kind, bytes=gradient_bytes, count=count))
+        groups.append(group(BACKWARD, False, kind, bytes=gradient_bytes, count=count))
     if stage in (1, 2):
         gathered = group(STEP, True, ALL_GATHER, bytes=gradient_bytes, count=1)
-        found.append(replace(gathered, overlapped=False))
+        groups.append(replace(gathered, overlapped=False))
     if stage == 3:
-        kept = _kept_live(settings, params)
+        live_part = _kept_live(settings, params)
         prefetched = max(1.0, float(settings.get("stage3_prefetch_bucket_size") or 5e7))
-        gathers = 1 if kept == 1 else round(_GATHERS + params / prefetched)
+        gathers = 1 if live_part == 1 else round(_GATHERS + params / prefetched)
         param_bytes = itemsize * params
-        again_bytes, again_count = (1 - kept) * param_bytes, gathers if kept < 1 else 0
+        regather_bytes, regathers = (1 - live_part) * param_bytes, gathers if live_part < 1 else 0
         for last in (True, False):
-            found.append(group(FORWARD, last, ALL_GATHER, bytes=param_bytes, count=gathers))
-            again = group(BACKWARD, last, ALL_GATHER, bytes=again_bytes, count=again_count)
-            found.append(replace(again, ranks=hpz) if hpz > 1 else again)
-    return found
+            groups.append(group(FORWARD, last, ALL_GATHER, bytes=param_bytes, count=gathers))
+            regather = group(BACKWARD, last, ALL_GATHER, bytes=regather_bytes, count=regathers)
+            groups.append(replace(regather, ranks=hpz) if hpz > 1 else regather)
+    return groups
 
 
 def _reduction(stage: int, settings: Mapping[str, Any]) -> str:
@@ -177,24 +177,24 @@ def columns(collectives: Iterable[Collectives], network: Network) -> dict[str, f
     Args:
         collectives: those of the last micro step, and those of each micro step before it.
     """
-    each, last = defaultdict[str, float](float), defaultdict[str, float](float)
+    earlier, last = defaultdict[str, float](float), defaultdict[str, float](float)
     for group in collectives:
-        found = last if group.last else each
+        sums = last if group.last else earlier
         seconds = network.seconds(group)
         if group.phase == STEP:
-            found["boundary"] += seconds
+            sums["boundary"] += seconds
         elif not group.overlapped:
-            found["waited"] += seconds
+            sums["waited"] += seconds
         elif group.kind == ALL_GATHER:  # half of it in each pass
-            found["gathered"] += seconds / 2
+            sums["gathered"] += seconds / 2
         else:
-            found["reduced"] += seconds + _HOP_S * group.count
-            found["reductions"] += group.count
+            sums["reduced"] += seconds + _HOP_S * group.count
+            sums["reductions"] += group.count
     return {
-        "reduced": each["reduced"],
-        "reduced_last": last["reduced"] if last["reduced"] > each["reduced"] else 0.0,
+        "reduced": earlier["reduced"],
+        "reduced_last": last["reduced"] if last["reduced"] > earlier["reduced"] else 0.0,
         "reductions": last["reductions"],
-        "waited": each["waited"],
-        "gathered": each["gathered"],
-        "boundary": last["boundary"] + last["waited"] - each["waited"],
+        "waited": earlier["waited"],
+        "gathered": earlier["gathered"],
+        "boundary": last["boundary"] + last["waited"] - earlier["waited"],
     }

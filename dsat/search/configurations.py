@@ -73,8 +73,8 @@ class Configurations:
                 effects |= {(key, text): sd for text in texts if key != GAS}
         self._traits = {trait: position for position, trait in enumerate(effects)}
         # `Prior.covariance` halves variances, as a new value changes two traits. These change one.
-        of_trials = [math.sqrt(2) * sd for sd in (_TILES_SD, _ALONE_SD)]
-        self.prior = Prior(self._job.hardware, np.array([*effects.values(), *of_trials]))
+        trial_effects = [math.sqrt(2) * sd for sd in (_TILES_SD, _ALONE_SD)]
+        self.prior = Prior(self._job.hardware, np.array([*effects.values(), *trial_effects]))
         self.row = functools.cache(self._make_row)
         self.set_memory(None)
 
@@ -124,8 +124,8 @@ class Configurations:
         traits = np.array([row.traits for row in rows]).reshape(-1, len(self._traits))
         is_alone = np.broadcast_to(is_alone, size.shape)
         if gas is None:
-            own = np.array([row.gas for row in rows])
-            gas = self.problem.space.accumulation(size, work[:, GROUPS], own)
+            row_gas = np.array([row.gas for row in rows])
+            gas = self.problem.space.accumulation(size, work[:, GROUPS], row_gas)
         return Points(
             work=work,
             micro_batch=size,
@@ -155,12 +155,12 @@ class Configurations:
             best: best settings so far; a value that the branch lacks is replaced by its first one.
         """
         whole = self.problem.space.branches[branch]
-        at_best, others, own = 0, [], whole.values_in(best)
+        index, changes, values_of_best = 0, [], whole.values_in(best)
         for (name, values), stride in zip(whole.searched, whole.strides, strict=True):
-            digit = values.index(own[name]) if own[name] in values else 0
-            at_best += stride * digit
-            others += [stride * (other - digit) for other in range(len(values)) if other != digit]
-        return [(branch, at_best + change) for change in (0, *others)]
+            digit = values.index(values_of_best[name]) if values_of_best[name] in values else 0
+            index += stride * digit
+            changes += [stride * (other - digit) for other in range(len(values)) if other != digit]
+        return [(branch, index + change) for change in (0, *changes)]
 
 
 def _text(value: Any) -> str:

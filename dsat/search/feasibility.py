@@ -69,13 +69,13 @@ class Feasibility:
         self._failed = [math.inf] * count
         self._sound: Counter[tuple[str, str]] = Counter()
         self._unsound: dict[tuple[str, str], float] = defaultdict(float)
-        for each in ended:
-            self._bound(each)
-        failed = [each for each in ended if not each.outcome.ok]
+        for trial in ended:
+            self._bound(trial)
+        failed = [t for t in ended if not t.outcome.ok]
         # A lack of host memory depends on the strategy, so it says nothing about other strategies.
-        on_slot = (each for each in failed if each.outcome.kind is not OutcomeKind.HOST_OOM)
-        failed_on_slot = min((e.octaves for e in on_slot if e.is_too_large), default=math.inf)
-        self._blame([each for each in failed if each.outcome.is_unsound], ended)
+        slot_failures = (t for t in failed if t.outcome.kind is not OutcomeKind.HOST_OOM)
+        failed_on_slot = min((e.octaves for e in slot_failures if e.is_too_large), default=math.inf)
+        self._blame([t for t in failed if t.outcome.is_unsound], ended)
         center, scale = (_PREDICTED if on_device else _ON_CORES) if predicted else _BOUNDED
         if failed_on_slot < center:
             scale = max(scale, _SURPRISED * (center - failed_on_slot))
@@ -84,28 +84,28 @@ class Feasibility:
             scale *= _CONFIRMED
         self._center, self._scale = center, scale
 
-    def _bound(self, each: Ended) -> None:
+    def _bound(self, trial: Ended) -> None:
         """Update a strategy's bounds by a trial; if trials conflict, the latest counts."""
-        at, octaves = each.strategy, each.octaves
-        if each.outcome.ok:
-            self._ran[at] = max(self._ran[at], octaves)
-            self._failed[at] = max(self._failed[at], self._ran[at] + 1e-3)
-        elif each.is_too_large:
-            self._failed[at] = min(self._failed[at], octaves)
-            self._ran[at] = min(self._ran[at], octaves - 1e-3)
+        branch, octaves = trial.strategy, trial.octaves
+        if trial.outcome.ok:
+            self._ran[branch] = max(self._ran[branch], octaves)
+            self._failed[branch] = max(self._failed[branch], self._ran[branch] + 1e-3)
+        elif trial.is_too_large:
+            self._failed[branch] = min(self._failed[branch], octaves)
+            self._ran[branch] = min(self._ran[branch], octaves - 1e-3)
 
     def _blame(self, failures: Sequence[Ended], ended: Sequence[Ended]) -> None:
         """Blame a failure on its values that never ran; if all ran, on all (a timeout on none)."""
-        for each in ended if failures else ():
-            if each.outcome.ok or each.outcome.kind.is_out_of_memory:
-                self._sound.update(each.values)
-        for each in failures:
-            is_timeout = each.outcome.kind is OutcomeKind.TIMEOUT
-            suspects = [value for value in each.values if not self._sound[value]]
+        for trial in ended if failures else ():
+            if trial.outcome.ok or trial.outcome.kind.is_out_of_memory:
+                self._sound.update(trial.values)
+        for trial in failures:
+            is_timeout = trial.outcome.kind is OutcomeKind.TIMEOUT
+            suspects = [value for value in trial.values if not self._sound[value]]
             if is_timeout and not suspects:
                 continue  # the micro batch is too large
             blame = _HANG_WEIGHT if is_timeout else 1.0
-            for value in suspects or each.values:
+            for value in suspects or trial.values:
                 self._unsound[value] += blame / max(1, len(suspects))
 
     def fits(self, strategy: Any, octaves: Array) -> Array:
@@ -116,8 +116,8 @@ class Feasibility:
             octaves: as in `Ended`, (n,).
         """
         low, high, here = (
-            0.5 + np.arctan((at - self._center) / self._scale) / math.pi
-            for at in (np.array(self._ran)[strategy], np.array(self._failed)[strategy], octaves)
+            0.5 + np.arctan((bounds - self._center) / self._scale) / math.pi
+            for bounds in (np.array(self._ran)[strategy], np.array(self._failed)[strategy], octaves)
         )
         chance: Array = np.clip((high - here) / np.maximum(high - low, _LEAST), _LEAST, 1.0)
         return chance

@@ -76,13 +76,13 @@ def find(name: str) -> GpuModel:
     Raises:
         UserInputError: the table has no such model.
     """
-    found = named(name)
-    if found is None:
+    gpu = named(name)
+    if gpu is None:
         raise UserInputError(
             f"unknown GPU {name}; known GPUs: {', '.join(table())}",
             hint="To use another GPU, add it to dsat/search/gpus.json.",
         )
-    return found
+    return gpu
 
 
 def find_by_device_name(name: str) -> GpuModel | None:
@@ -101,20 +101,20 @@ def named(name: str) -> GpuModel | None:
     wins. A variant in the given name (`pcie`) must be in the model's name too. A memory size in the
     given name must be about that of the model.
     """
-    wanted = _words(name)
-    known = {key: gpu for key, gpu in table().items() if _has_memory(gpu, wanted)}
-    words = {key: _words(key) for key in known}
+    query = _words(name)
+    gpus = {key: gpu for key, gpu in table().items() if _has_memory(gpu, query)}
+    words = {key: _words(key) for key in gpus}
     inside = [
         key
-        for key, own in words.items()
-        if (own <= wanted and not (wanted - own) & _OTHER_KINDS) or _plain(key) == _plain(name)
+        for key, model in words.items()
+        if (model <= query and not (query - model) & _OTHER_KINDS) or _plain(key) == _plain(name)
     ]
-    asked = {word for word in wanted if not _OF_ANY.fullmatch(word)}
-    tells = any(not _OF_MANY.fullmatch(word) for word in asked)
-    around = [key for key, own in words.items() if tells and asked <= own]
+    specific = {word for word in query if not _OF_ANY.fullmatch(word)}
+    tells = any(not _OF_MANY.fullmatch(word) for word in specific)
+    around = [key for key, model in words.items() if tells and specific <= model]
     if inside:
-        return known[max(inside, key=len)]
-    return max((known[key] for key in around), key=lambda gpu: gpu.memory_bytes, default=None)
+        return gpus[max(inside, key=len)]
+    return max((gpus[key] for key in around), key=lambda gpu: gpu.memory_bytes, default=None)
 
 
 @functools.cache
@@ -132,7 +132,7 @@ def _words(name: str) -> frozenset[str]:
 
 def _has_memory(gpu: GpuModel, words: frozenset[str]) -> bool:
     """Return whether each memory size in a device's name is about the memory of a GPU model."""
-    sizes = [int(found[1]) * _GIB for found in map(_MEMORY.fullmatch, words) if found]
+    sizes = [int(match[1]) * _GIB for match in map(_MEMORY.fullmatch, words) if match]
     return all(abs(size - gpu.memory_bytes) < _SAME_MEMORY * gpu.memory_bytes for size in sizes)
 
 

@@ -96,17 +96,17 @@ class GridSearch(Search):
 
     def _next(self, arms: Arms, arm: Arm) -> int | None:
         """Return an arm's next position: first upwards, then downwards; None at the end."""
-        ran = sum(each.outcome is not None and each.outcome.ok for each in arm.ours)
+        ran = sum(trial.outcome is not None and trial.outcome.ok for trial in arm.ours)
         if ran == self._num_micro_batches:
             return None
-        tried = {each.batch.micro_batch for each in arm.observed}
+        past_sizes = {trial.batch.micro_batch for trial in arm.observed}
         if arm.ours:
             start = bisect.bisect_left(self._sizes, arm.ours[0].batch.micro_batch)
         else:
             start = self._first(arms.largest(arm.settings))
         way = (*range(start, len(self._sizes)), *range(start - 1, -1, -1))
-        fitting = (at for at in way if at <= arm.hi and self._sizes[at] not in tried)
-        return next((at for at in fitting if arms.allows(arm, at)), None)
+        fitting = (i for i in way if i <= arm.hi and self._sizes[i] not in past_sizes)
+        return next((i for i in fitting if arms.allows(arm, i)), None)
 
     def _first(self, largest: float) -> int:
         if not isinstance(self.problem.space.micro_batches, range):
@@ -116,9 +116,9 @@ class GridSearch(Search):
     def _progress(self, observations: Sequence[Observation]) -> list[tuple[float | None, int]]:
         """Return the best value of each branch, and the number of proposed trials since then."""
         proposed: list[list[Observation]] = [[] for _ in self.problem.space.branches]
-        for each in observations:
-            if each.point is not None and each.arm is not None:
-                proposed[each.point.branch].append(each)
+        for observation in observations:
+            if observation.point is not None and observation.arm is not None:
+                proposed[observation.point.branch].append(observation)
         return [count_since_best(trials, self.problem.objective) for trials in proposed]
 
 

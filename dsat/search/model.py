@@ -65,18 +65,18 @@ class ModelSearch(Search):
         self._stop_when = stop_when
         self._patience = early_stopping
         self._configurations = Configurations(problem)
-        self._known: Predictions | None = None  # fitted at the last decision
+        self._predictions: Predictions | None = None  # fitted at the last decision
 
     def propose(self, observations: Sequence[Observation], context: Context) -> Decision:
         stop = stop_without_new_best(self._patience, observations, self.problem.objective)
         if stop is not None:
             return stop
         self._configurations.set_memory(context.memory)
-        self._known = known = Predictions(self._configurations, observations)
-        may_stop = self._stop_when > 0 and len(known.measured) > 0
+        self._predictions = predictions = Predictions(self._configurations, observations)
+        may_stop = self._stop_when > 0 and len(predictions.measured) > 0
         is_running = any(each.outcome is None for each in observations)
         try:
-            choice = Chooser(known, context.costs, self._stop_when).choose(observations)
+            choice = Chooser(predictions, context.costs, self._stop_when).choose(observations)
         except TooDear:
             if may_stop:
                 return Stop("further trials would take too long for their expected gain")
@@ -90,8 +90,8 @@ class ModelSearch(Search):
         return Proposal(point)
 
     def predicted(self, point: Point) -> float | None:
-        if self._known is None:
+        if self._predictions is None:
             return None
         key, size = (point.branch, point.index), np.array([point.micro_batch])
-        points = self._known.configurations.points([key], size)
-        return float(self._known.log_rate(points)[0])
+        points = self._predictions.configurations.points([key], size)
+        return float(self._predictions.log_rate(points)[0])

@@ -24,5 +24,5 @@ def log_expected_gain(mean: Array, sd: Array) -> Array:
     """
     z = mean / sd
     gain = np.interp(z, _Z, _LOG_GAIN)
-    beyond = (np.minimum(z, -_REACH) ** 2 - _REACH**2) / 2
-    return np.log(sd) + np.where(z > _Z[-1], np.log(np.maximum(z, 1.0)), gain - beyond)
+    tail = (np.minimum(z, -_REACH) ** 2 - _REACH**2) / 2
+    return np.log(sd) + np.where(z > _Z[-1], np.log(np.maximum(z, 1.0)), gain - tail)

@@ -73,51 +73,54 @@ class Predictions:
         log_unit: log seconds of a step at a log time of 0 in `speed`; None before any measurement.
     """
 
-    def __init__(self, known: Configurations, observations: Sequence[Observation]) -> None:
-        self.configurations = known
+    def __init__(self, configurations: Configurations, observations: Sequence[Observation]) -> None:
+        self.configurations = configurations
         self.histories: dict[Key, History] = defaultdict(History)
         self.lacking: list[tuple[int, int]] = []
-        objective, profile = known.problem.objective, known.problem.profile
+        objective, profile = configurations.problem.objective, configurations.problem.profile
         ended, measured, running = [], [], []
         values, errors, latencies_s = [], [], []
-        located = [each for each in observations if each.point is not None]
+        located = [o for o in observations if o.point is not None]
         keys = _keys_of(located)
-        octaves = known.octaves(keys, [each.batch.micro_batch for each in located])
-        for each, key, octave in zip(located, keys, octaves.tolist(), strict=True):
-            history, outcome = self.histories[key], each.outcome
-            if each.is_exact:
-                history.sizes.add(each.batch.micro_batch)
+        octaves = configurations.octaves(keys, [o.batch.micro_batch for o in located])
+        for observation, key, octave in zip(located, keys, octaves.tolist(), strict=True):
+            history, outcome = self.histories[key], observation.outcome
+            if observation.is_exact:
+                history.sizes.add(observation.batch.micro_batch)
             if outcome is None:
-                running.append(each)
+                running.append(observation)
                 continue
-            ended.append(Ended(key[0], known.row(key).values, octave, outcome))
-            if each.is_exact:
-                history.add(each.batch.micro_batch, ended[-1])
+            ended.append(Ended(key[0], configurations.row(key).values, octave, outcome))
+            if observation.is_exact:
+                history.add(observation.batch.micro_batch, ended[-1])
             if outcome.smaller_may_run:
-                self.lacking.append((each.batch.micro_batch, each.batch.gas))
+                self.lacking.append((observation.batch.micro_batch, observation.batch.gas))
             if outcome.most_samples is not None:
-                self.lacking.append((outcome.most_samples + 1, each.batch.gas))
+                self.lacking.append((outcome.most_samples + 1, observation.batch.gas))
             value = outcome.value(objective)
             if value is not None and 0 < value < math.inf:
                 assert outcome.metrics is not None
-                measured.append(each)
+                measured.append(observation)
                 values.append(objective.log_value(value))
                 errors.append(outcome.metrics.standard_error)
                 latencies_s.append(outcome.metrics.latency / 1000)
         self.count = len(measured)
-        kept = _to_fit(np.array(values))
-        measured = [measured[at] for at in kept]
-        log_values, its_errors, steps_s = np.array([values, errors, latencies_s])[:, kept]
+        fitted = _to_fit(np.array(values))
+        measured = [measured[position] for position in fitted]
+        log_values, fitted_errors, steps_s = np.array([values, errors, latencies_s])[:, fitted]
         self.measured = _keys_of(measured)
-        self.running, found = _locate(known, running), _locate(known, measured)
-        log_s = known.log_work(found) - log_values
-        self.speed = fit_speed(known.prior, found, log_s, its_errors)
+        self.running, points = _locate(configurations, running), _locate(configurations, measured)
+        log_s = configurations.log_work(points) - log_values
+        self.speed = fit_speed(configurations.prior, points, log_s, fitted_errors)
         on_device = profile.host_memory_bytes > 0
-        count, predicted = len(known.problem.space.branches), known.memory is not None
+        count, predicted = (
+            len(configurations.problem.space.branches),
+            configurations.memory is not None,
+        )
         self.runs = Feasibility(ended, count, predicted=predicted, on_device=on_device)
-        alone = found.traits.copy()
+        alone = points.traits.copy()
         alone[:, -1] = 1.0
-        self.measured_points = replace(found, traits=alone)
+        self.measured_points = replace(points, traits=alone)
         units = np.log(steps_s) - log_s
         self.log_unit = float(np.median(units)) if measured else None
 
@@ -148,9 +151,9 @@ class Predictions:
         if not self.measured:
             return {}
         rates = self.measured_rates.copy()
-        own = np.array([key[0] == branch for key in self.measured])
-        if own.any():
-            rates[~own] = -np.inf
+        is_of_branch = np.array([key[0] == branch for key in self.measured])
+        if is_of_branch.any():
+            rates[~is_of_branch] = -np.inf
         return self.configurations.settings_of(self.measured[int(np.argmax(rates))])
 
     @property
@@ -167,26 +170,26 @@ class Predictions:
 
     def find_open(self, key: Key, sizes: Array) -> Array:
         """Return which micro batches may be tried with the given settings, (n,)."""
-        known, history = self.configurations, self.histories.get(key)
-        most = math.inf if known.memory is None else known.edge(key)
+        configurations, history = self.configurations, self.histories.get(key)
+        most = math.inf if configurations.memory is None else configurations.edge(key)
         is_open: Array = sizes <= most
         if history is not None:
             is_open &= [history.admits(size) for size in sizes.tolist()]
         if self.lacking:
-            row = known.row(key)
-            gas = known.problem.space.accumulation(sizes, row.work[GROUPS], row.gas)
+            row = configurations.row(key)
+            gas = configurations.problem.space.accumulation(sizes, row.work[GROUPS], row.gas)
             for size, steps in self.lacking:
                 is_open &= ~((sizes >= size) & (gas >= steps))
         return is_open
 
     def log_runs(self, keys: Sequence[Key], points: Points) -> Array:
         """Return the log probability to run of configurations with these settings, (n,)."""
-        known = self.configurations
+        configurations = self.configurations
         branches = np.array([branch for branch, _ in keys])
-        fits = np.log(self.runs.fits(branches, known.octaves(keys, points.micro_batch)))
+        fits = np.log(self.runs.fits(branches, configurations.octaves(keys, points.micro_batch)))
         ran = np.array([self.histories[key].ran if key in self.histories else 0 for key in keys])
         fits[points.micro_batch < ran] = 0.0
-        sound = {key: self.runs.runs(known.row(key).values) for key in {*keys}}
+        sound = {key: self.runs.runs(configurations.row(key).values) for key in {*keys}}
         log_runs: Array = fits + np.log([sound[key] for key in keys])
         return log_runs
 
@@ -199,14 +202,14 @@ def _to_fit(values: Array) -> Array:
 
 
 def _keys_of(trials: Sequence[Observation]) -> list[Key]:
-    return [(each.point.branch, each.point.index) for each in trials if each.point is not None]
+    return [(trial.point.branch, trial.point.index) for trial in trials if trial.point is not None]
 
 
-def _locate(known: Configurations, trials: Sequence[Observation]) -> Points:
+def _locate(configurations: Configurations, trials: Sequence[Observation]) -> Points:
     """Return trials as `Points`: the settings of their points, but their actual batch sizes."""
-    return known.points(
+    return configurations.points(
         _keys_of(trials),
-        np.array([each.batch.micro_batch for each in trials], float),
-        np.array([each.batch.gas for each in trials], float),
-        np.array([each.neighbours == 0 for each in trials], bool),
+        np.array([trial.batch.micro_batch for trial in trials], float),
+        np.array([trial.batch.gas for trial in trials], float),
+        np.array([trial.neighbours == 0 for trial in trials], bool),
     )

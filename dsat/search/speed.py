@@ -60,8 +60,8 @@ class Points:
     def __len__(self) -> int:
         return len(self.micro_batch)
 
-    def only(self, kept: Array) -> Points:
-        return Points(*(getattr(self, name)[kept] for name in self.__dataclass_fields__))
+    def only(self, chosen: Array) -> Points:
+        return Points(*(getattr(self, name)[chosen] for name in self.__dataclass_fields__))
 
     @classmethod
     def join(cls, parts: Sequence[Points]) -> Points:
@@ -138,8 +138,8 @@ def linearize(terms: Terms, theta: Array) -> tuple[Array, Array]:
     """Return log seconds, (n,), and derivatives with respect to the log factors, (n, factors)."""
     step = 1e-4
     thetas = np.column_stack((theta, theta[:, None] + step * np.eye(len(theta))))
-    found = np.log(terms.seconds(thetas[:, :, None]))
-    return found[0], (found[1:] - found[0]).T / step
+    log_s = np.log(terms.seconds(thetas[:, :, None]))
+    return log_s[0], (log_s[1:] - log_s[0]).T / step
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,8 @@ class Posterior:
     def noise(self) -> float:
         """Standard deviation of a typical measurement, as a fraction."""
         error = self.measured.error
-        within = float(np.median(error)) if len(error) else 0.0
-        return math.hypot(RUN_SD * self.scales.noise, within)
+        usual_error = float(np.median(error)) if len(error) else 0.0
+        return math.hypot(RUN_SD * self.scales.noise, usual_error)
 
     def predict(self, points: Points, reference: int | None = None) -> tuple[Array, Array]:
         """Predict the natural logarithm of the seconds of a step.
@@ -221,28 +221,28 @@ class Posterior:
         prior, priors = self.measured.prior, self.measured.prior.variance
         predicted, slopes = linearize(prior.terms(points), self.theta)
         shared = prior.covariance(self.measured.points, points, self.scales)
-        known = self.root @ (shared + (self.slopes * priors) @ slopes.T)
-        mean = predicted + slopes @ (prior.mean - self.theta) + known.T @ self.whitened
+        explained = self.root @ (shared + (self.slopes * priors) @ slopes.T)
+        mean = predicted + slopes @ (prior.mean - self.theta) + explained.T @ self.whitened
         variance = slopes**2 @ priors + prior.variances(points, self.scales)
-        variance -= (known**2).sum(axis=0)
+        variance -= (explained**2).sum(axis=0)
         if reference is not None:
             other = points.only(np.array([reference]))
             shared = prior.covariance(points, other, self.scales)[:, 0]
             shared += (slopes * slopes[reference]) @ priors
-            shared -= (known * known[:, [reference]]).sum(axis=0)
+            shared -= (explained * explained[:, [reference]]).sum(axis=0)
             variance = variance + variance[reference] - 2 * shared
         return mean, np.sqrt(np.maximum(variance, 1e-12))
 
     def beside(self, points: Points) -> Posterior:
         """Return the posterior as if these points had also been measured, exactly as predicted."""
-        known = self.measured
-        both = Measurements(
-            known.prior,
-            Points.join([known.points, points]),
-            np.append(known.log_s, self.predict(points)[0]),
-            np.append(known.error, np.full(len(points), self.noise)),
+        measured = self.measured
+        extended = Measurements(
+            measured.prior,
+            Points.join([measured.points, points]),
+            np.append(measured.log_s, self.predict(points)[0]),
+            np.append(measured.error, np.full(len(points), self.noise)),
         )
-        return _condition(both, self.theta, self.scales)
+        return _condition(extended, self.theta, self.scales)
 
 
 def fit(prior: Prior, points: Points, log_s: Array, error: Array) -> Posterior:
@@ -264,9 +264,9 @@ def _find_scales(measured: Measurements, theta: Array) -> Scales:
 
     @functools.cache
     def likelihood(scales: Scales) -> float:
-        found, logs = _condition(measured, theta, scales), np.log([scales.residual, scales.noise])
-        squares = found.whitened @ found.whitened + logs @ logs / _SCALE_SD**2
-        return float(np.log(np.diag(found.root)).sum() - squares / 2)
+        model, logs = _condition(measured, theta, scales), np.log([scales.residual, scales.noise])
+        squares = model.whitened @ model.whitened + logs @ logs / _SCALE_SD**2
+        return float(np.log(np.diag(model.root)).sum() - squares / 2)
 
     for name in ("noise", "residual", "noise", "residual"):
         for times in (2.0, 0.5):
@@ -285,18 +285,18 @@ def _find_factors(measured: Measurements, theta: Array, scales: Scales) -> Array
 
     def evaluate(theta: Array) -> tuple[float, Array]:
         """Return -2 log posterior (plus a constant), and the next step."""
-        apart, towards = (root @ each for each in measured.linearize(theta))
-        from_prior = (theta - prior.mean) / prior.variance
-        total = float(apart @ apart + (theta - prior.mean) @ from_prior)
-        curvature = towards.T @ towards + np.diag(1 / prior.variance)
-        return total, np.linalg.solve(curvature, towards.T @ apart - from_prior)
+        residuals, slopes = (root @ array for array in measured.linearize(theta))
+        pull = (theta - prior.mean) / prior.variance
+        total = float(residuals @ residuals + (theta - prior.mean) @ pull)
+        curvature = slopes.T @ slopes + np.diag(1 / prior.variance)
+        return total, np.linalg.solve(curvature, slopes.T @ residuals - pull)
 
-    least, step = evaluate(theta)
+    least_loss, step = evaluate(theta)
     for _ in range(_STEPS):
-        found, further = evaluate(theta + step)
-        gained = least - found
+        loss, further = evaluate(theta + step)
+        gained = least_loss - loss
         if gained > 0:
-            least, theta, step = found, theta + step, further
+            least_loss, theta, step = loss, theta + step, further
         else:
             step = step / 2
         if 0 < gained < _LEAST_GAIN or np.abs(step).max() < _SETTLED:

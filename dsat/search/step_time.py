@@ -214,22 +214,22 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
         settings: flat settings of a proposal; missing ones have DeepSpeed's defaults, and "auto"
             means a Trainer's value.
     """
-    found = dict.fromkeys(COLUMNS, 0.0)
+    columns = dict.fromkeys(COLUMNS, 0.0)
     shared = apply_settings(settings, job.parallelism)
-    found["data_parallel"] = shared.data(job.slots)
+    columns["data_parallel"] = shared.data(job.slots)
     job = job.divided(shared)
     stage, n = strategy.stage, job.slots
     filled = fill_in_sizes(settings, job.hidden_size)
     zero = {**defaults(stage), **{key: value for key, value in filled.items() if value != AUTO}}
     get = zero.get
     gradient_bytes = float(job.param_bytes * job.trainable)
-    found["forward"], found["launches"] = 1 / 3, 1.0
-    found["flops"] = job.flops_per_sample * _recomputed(get(CHECKPOINTING))
+    columns["forward"], columns["launches"] = 1 / 3, 1.0
+    columns["flops"] = job.flops_per_sample * _recomputed(get(CHECKPOINTING))
     # Both passes together multiply and add three times for each parameter and row.
-    found["rows"] = max(1.0, job.flops_per_sample / (6 * max(1.0, job.params)))
-    found["weights"] = 4.0 * job.param_bytes * job.params
+    columns["rows"] = max(1.0, job.flops_per_sample / (6 * max(1.0, job.params)))
+    columns["weights"] = 4.0 * job.param_bytes * job.params
     sharded = job.trainable / (n if stage else 1)
-    found["optimizer"] = _ADAM_BYTES * sharded
+    columns["optimizer"] = _ADAM_BYTES * sharded
     listed = collectives.list_collectives(
         stage,
         zero,
@@ -239,18 +239,20 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
         itemsize=job.param_bytes,
         hpz=(get(HPZ) or 1) if job.slots_per_host else 1,
     )
-    found |= collectives.columns(listed, job.network)
+    columns |= collectives.columns(listed, job.network)
     # Reduced gradients are copied into their partitions, and gathered parameters out of buffers.
     if stage == 1:
-        found["optimizer"] += 4 * gradient_bytes
+        columns["optimizer"] += 4 * gradient_bytes
     elif stage > 1:
-        found["copies"] = 2 * gradient_bytes
-        found["optimizer"] += 2 * gradient_bytes
-    found["hooks"] = _HOOKS * (stage == 3)
-    found["groups"] = max(1.0, sharded / float(get("sub_group_size") or 1e9)) if stage == 3 else 1.0
-    _add_offloading(found, strategy, sharded, gradient_bytes / (n if stage > 1 else 1), job)
-    assert len(found) == len(COLUMNS)
-    return np.array(list(found.values()))
+        columns["copies"] = 2 * gradient_bytes
+        columns["optimizer"] += 2 * gradient_bytes
+    columns["hooks"] = _HOOKS * (stage == 3)
+    columns["groups"] = (
+        max(1.0, sharded / float(get("sub_group_size") or 1e9)) if stage == 3 else 1.0
+    )
+    _add_offloading(columns, strategy, sharded, gradient_bytes / (n if stage > 1 else 1), job)
+    assert len(columns) == len(COLUMNS)
+    return np.array(list(columns.values()))
 
 
 def acts_on_whole_step(setting: str) -> bool:
@@ -266,17 +268,17 @@ def _recomputed(checkpointing: Any) -> float:
 
 
 def _add_offloading(
-    found: dict[str, float], strategy: Strategy, sharded: float, gradient_bytes: float, job: Job
+    columns: dict[str, float], strategy: Strategy, sharded: float, gradient_bytes: float, job: Job
 ) -> None:
     """Move the work of an offloaded optimizer to the host, and add transfers to and from it."""
     slow = _NVME_TIMES if NVME in (strategy.offload_optimizer, strategy.offload_param) else 1.0
     if strategy.offload_optimizer != NONE:
-        found["host_optimizer"] = slow * _ADAM_BYTES * sharded
-        found["optimizer"] = 0.0
-        found["transferred"] += slow * gradient_bytes
-        found["transferred_last"] = slow * job.param_bytes * sharded
+        columns["host_optimizer"] = slow * _ADAM_BYTES * sharded
+        columns["optimizer"] = 0.0
+        columns["transferred"] += slow * gradient_bytes
+        columns["transferred_last"] = slow * job.param_bytes * sharded
     if strategy.offload_param in (CPU, NVME):
-        found["transferred"] += slow * 2 * job.param_bytes * job.params / job.slots
+        columns["transferred"] += slow * 2 * job.param_bytes * job.params / job.slots
 
 
 class Terms:
@@ -331,20 +333,20 @@ class Terms:
         forward = kernels * self._forward
         backward = kernels - forward
 
-        def beside(communication: Array) -> Array:
+        def hide(communication: Array) -> Array:
             """Return the time of a backward pass that hides communication but the last bucket's."""
-            shown: Array = communication * self._unhidden
-            return shown + _larger(backward, communication)
+            exposed: Array = communication * self._unhidden
+            return exposed + _larger(backward, communication)
 
         passes = _larger(forward, link * self._gathered) + overhead * self._copied
         passes = (passes + link * self._waited + host * self._transferred) * self._gas
-        passes += beside(link * self._reduced) * (self._gas - 1) + beside(link * self._last)
+        passes += hide(link * self._reduced) * (self._gas - 1) + hide(link * self._last)
         passes *= 1 + factor["edge"] * self._slowed
         step = passes + link * self._boundary + host * self._updated
         return np.asarray(factor["compute"] * step)
 
 
-def _larger(one: Array, other: Array) -> Array:
+def _larger(first: Array, second: Array) -> Array:
     """Return the maximum of positive numbers, smooth where they are similar."""
-    apart, product = one - other, _SMOOTH * one * other
-    return np.asarray((one + other + np.sqrt(apart**2 + 4 * product)) / 2)
+    apart, product = first - second, _SMOOTH * first * second
+    return np.asarray((first + second + np.sqrt(apart**2 + 4 * product)) / 2)
