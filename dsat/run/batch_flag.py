@@ -40,7 +40,7 @@ class BatchFlag:
     def names(self) -> dict[str, str]:
         """The flags in use, each with what it sets."""
         uses = {self.name: "micro batch", self.accumulation: "accumulation steps"}
-        return {flag: what for flag, what in uses.items() if flag}
+        return {flag: size for flag, size in uses.items() if flag}
 
     @property
     def leads(self) -> bool:
@@ -49,14 +49,14 @@ class BatchFlag:
 
     def update(self, trial: Trial, outcome: Outcome, own_micro_batch: int) -> None:
         """Update the flags by a trial's outcome; `own_micro_batch` is the user's."""
-        flag, found, kind = trial.batch_flag, outcome.batch_flag, outcome.kind
+        flag, detected, kind = trial.batch_flag, outcome.batch_flag, outcome.kind
         is_other = trial.batch.micro_batch != own_micro_batch
         is_error = kind is OutcomeKind.ERROR and is_other
         lacks_data = outcome.smaller_may_run and outcome.fixed_batch is None
         is_invalid = kind is OutcomeKind.INVALID and not lacks_data
-        for each in (trial, outcome):
-            if each.flag_leads:
-                self._leading |= {each.batch_flag, each.accumulation_flag} - {""}
+        for source in (trial, outcome):
+            if source.flag_leads:
+                self._leading |= {source.batch_flag, source.accumulation_flag} - {""}
         self.accumulation = outcome.accumulation_flag or self.accumulation
         if outcome.refuses(trial.accumulation_flag):
             self.accumulation = ""
@@ -69,12 +69,12 @@ class BatchFlag:
             self.name, self.is_guess = "", False
         if flag and flag not in self.refused and not self._is_needless:
             self.name, self.is_guess = flag, self.is_guess and not (outcome.ok and is_other)
-        elif not found or found in self.refused:
+        elif not detected or detected in self.refused:
             return
         elif outcome.fixed_batch == own_micro_batch:  # also after another flag was refused
-            self.name, self.is_guess = found, False
+            self.name, self.is_guess = detected, False
         elif is_error and not (self.name or self._is_needless or outcome.completed_steps):
-            self.name, self.is_guess = found, True
+            self.name, self.is_guess = detected, True
 
     def supersedes(self, trial: Trial) -> bool:
         """Return whether a failed trial should run again with the present flags.

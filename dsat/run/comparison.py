@@ -61,9 +61,9 @@ def margin_of_single_runs(
         freedom += measured.freedom
         squares += measured.freedom * measured.sd**2
     level = 1 - 0.05 / max(1, tried)
-    within = statistics.NormalDist().inv_cdf((1 + level) / 2) * math.hypot(*errors)
+    noise = statistics.NormalDist().inv_cdf((1 + level) / 2) * math.hypot(*errors)
     between = student.half_width(level, freedom) * math.sqrt(2 * squares / freedom)
-    return math.hypot(within, between)
+    return math.hypot(noise, between)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _margin(standard_error: float, freedom: int) -> float:
 def _squares_beside_drift(values: Sequence[float]) -> float:
     """Return the sum of squared residuals from a fitted straight line, a steady drift."""
     slope, start = statistics.linear_regression(range(len(values)), values)
-    return sum((value - start - slope * at) ** 2 for at, value in enumerate(values))
+    return sum((value - start - slope * position) ** 2 for position, value in enumerate(values))
 
 
 def _prior_freedom(pairs: int, searched: int) -> int:
@@ -141,15 +141,15 @@ class Comparison:
         if count > 2:
             squares += _squares_beside_drift([first + second for first, second in pairs])
             freedom += count - 2
-        more = _prior_freedom(count, sum(searched is not None for searched in before))
-        prior, usual = (2 * more * sd**2 for sd in (_PRIOR_SD_OF_PAIRS.get(count, 0), _USUAL_SD))
-        again = list(zip(before, zip(*pairs, strict=True), strict=True))[: 2 if count == 1 else 1]
-        for searched, runs in again if count <= _FEW else ():
+        extra = _prior_freedom(count, sum(searched is not None for searched in before))
+        prior, usual = (2 * extra * sd**2 for sd in (_PRIOR_SD_OF_PAIRS.get(count, 0), _USUAL_SD))
+        reruns = list(zip(before, zip(*pairs, strict=True), strict=True))[: 2 if count == 1 else 1]
+        for searched, runs in reruns if count <= _FEW else ():
             if searched is None:
                 continue
             square = 2 * (searched - statistics.fmean(runs)) ** 2 * count / (count + 1)
-            expected = (squares + usual) / (freedom + more)
-            limit = student.half_width(_DIFFERENT, freedom + more) ** 2 * expected
+            expected = (squares + usual) / (freedom + extra)
+            limit = student.half_width(_DIFFERENT, freedom + extra) ** 2 * expected
             if count == 1 or square <= limit:
                 squares, freedom = squares + square, freedom + 1
         variation = Variation(math.sqrt(squares / freedom / 2), freedom)
@@ -158,7 +158,7 @@ class Comparison:
         # than the two together.
         errors = [
             (math.sqrt(total / known / count), known)
-            for total, known in ((squares, freedom), (squares + prior, freedom + more))
+            for total, known in ((squares, freedom), (squares + prior, freedom + extra))
         ]
         return cls(mean, *min(errors, key=lambda error: _margin(*error)), variation)
 

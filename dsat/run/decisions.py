@@ -77,13 +77,13 @@ class Decisions:
         if search is not None:
             yield from search.find_reusable(earlier)
         elif not self._profiling.over and (due := self._profiling.next_trial()) is not None:
-            wanted = self.plan.fingerprint(due.overrides, due.script_args)
-            for each in earlier:
-                trial, outcome = each.trial, each.outcome
+            due_digest = self.plan.fingerprint(due.overrides, due.script_args)
+            for measured in earlier:
+                trial, outcome = measured.trial, measured.outcome
                 profiles = trial.profiles and (outcome.profile is not None or not outcome.ok)
                 digest = self.plan.fingerprint(trial.overrides, trial.script_args)
-                if profiles and digest == wanted:
-                    yield due, each
+                if profiles and digest == due_digest:
+                    yield due, measured
                     return
 
     def next_step(self) -> Step:
@@ -130,22 +130,22 @@ class Decisions:
         if self.run.repeat is not None and self.run.repeat.id not in self.run.outcomes:
             return Wait()  # the repeat must run alone, as the first trial did
         step = search.propose()
-        own = self._due_repeat
-        if own is None or not isinstance(step, Trial):
+        due = self._due_repeat
+        if due is None or not isinstance(step, Trial):
             return step
         if self.run.running:
             return Wait()
-        return make_trial(self.run, TrialKind.REPEAT, own.overrides, own.batch, own.script_args)
+        return make_trial(self.run, TrialKind.REPEAT, due.overrides, due.batch, due.script_args)
 
     @property
     def _due_repeat(self) -> Trial | None:
         """First trial of the user's own configuration if it must be repeated now, else None."""
-        run, own = self.run, self.run.baseline
-        if own is None or run.value(own) is None or run.repeat is not None or self._reserved:
+        run, first = self.run, self.run.baseline
+        if first is None or run.value(first) is None or run.repeat is not None or self._reserved:
             return None
-        is_early = len(run.trials) - len(run.earlier) >= _REPEAT_AFTER or own.id in run.earlier
+        is_early = len(run.trials) - len(run.earlier) >= _REPEAT_AFTER or first.id in run.earlier
         is_long = run.plan.max_trials >= _LEAST_RUN_WITH_REPEAT
-        return own if is_long and is_early else None
+        return first if is_long and is_early else None
 
     @property
     def _is_budget_used(self) -> bool:
@@ -188,11 +188,11 @@ class Decisions:
     def _plan_of_search(self) -> Plan:
         """The plan, limited to the script's own micro batch if trials cannot change this one."""
         outcomes = self.run.outcomes.values()
-        fixed = next((each.fixed_batch for each in outcomes if each.fixed_batch), None)
+        fixed = next((outcome.fixed_batch for outcome in outcomes if outcome.fixed_batch), None)
         if fixed is None or self.run.batch_flag.name:
             return self.plan
-        only = replace(self.plan, min_micro_batch=fixed, max_micro_batch=fixed)
-        return only if only.allowed_micro_batches else self.plan
+        limited = replace(self.plan, min_micro_batch=fixed, max_micro_batch=fixed)
+        return limited if limited.allowed_micro_batches else self.plan
 
     @property
     def stop_reason(self) -> str | None:
@@ -207,8 +207,8 @@ class Decisions:
     @property
     def needs_memory_basis(self) -> bool:
         """Return whether the search must wait for simulated memory (`Tuner.set_memory_basis`)."""
-        by_itself = self.plan.memory_model in (BY_FORMULA, NO_MEMORY_MODEL)
-        return self._profiling.over and not by_itself and self.run.memory_basis is None
+        is_unsimulated = self.plan.memory_model in (BY_FORMULA, NO_MEMORY_MODEL)
+        return self._profiling.over and not is_unsimulated and self.run.memory_basis is None
 
     @property
     def search_began(self) -> bool:
@@ -235,7 +235,7 @@ def _is_hopeless(run: Run) -> bool:
 
     At least `_HOPELESS_AFTER` of them must be errors that no smaller micro batch could avoid.
     """
-    tried = [o for i, o in run.outcomes.items() if run.trials[i].kind in SEARCHED]
-    failed = [o for o in tried if o.kind in (OutcomeKind.ERROR, OutcomeKind.INVALID)]
+    searched = [o for i, o in run.outcomes.items() if run.trials[i].kind in SEARCHED]
+    failed = [o for o in searched if o.kind in (OutcomeKind.ERROR, OutcomeKind.INVALID)]
     final = sum(not outcome.smaller_may_run for outcome in failed)
-    return len(failed) == len(tried) and final >= _HOPELESS_AFTER
+    return len(failed) == len(searched) and final >= _HOPELESS_AFTER

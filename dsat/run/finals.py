@@ -50,8 +50,8 @@ def reserved(max_trials: int, asked: int | None = None) -> int:
     `asked` is the user's limit on the finals; None reserves a share of all trials.
     """
     if asked is not None:  # keep trials for the baseline, perhaps a profile, and a candidate
-        found = min(asked, max(reserved(max_trials), max_trials - 3))
-        return found if found >= PAIR else 0
+        count = min(asked, max(reserved(max_trials), max_trials - 3))
+        return count if count >= PAIR else 0
     if max_trials < SHORT_RUN:
         return PAIR if max_trials >= LEAST_RUN else 0
     return min(MOST_TRIALS, max(LEAST_TRIALS, int(SHARE * max_trials)))
@@ -65,10 +65,10 @@ def budget(max_trials: int, searched: int, asked: int | None = None, *, cost: fl
         asked: as in `reserved`.
         cost: expected duration of one trial of the finals, as a fraction of the search's time.
     """
-    most, left = reserved(max_trials, asked), max_trials - searched
+    most, remaining = reserved(max_trials, asked), max_trials - searched
     if asked is None and most:
         most = min(MOST_TRIALS, max(_UNCLEAR, int(MOST_COST / cost)))
-    room = min(most, left)
+    room = min(most, remaining)
     return room if room >= PAIR else 0
 
 
@@ -117,8 +117,8 @@ def rank_by_expectation(
     first = min(
         (c for c in tried if expected[c] >= level), key=lambda c: (c.size, -expected[c], c.trial_id)
     )
-    others = sorted(tried, key=lambda c: (-expected[c], c.trial_id))
-    return list(dict.fromkeys([first, *others]))
+    by_value = sorted(tried, key=lambda c: (-expected[c], c.trial_id))
+    return list(dict.fromkeys([first, *by_value]))
 
 
 def _expect_again(contestants: Sequence[Contestant]) -> list[float]:
@@ -133,12 +133,12 @@ def _expect_again(contestants: Sequence[Contestant]) -> list[float]:
     values = np.array([c.log_value for c in contestants]) - predicted
     variances = np.array([max(c.standard_error, _LEAST_ERROR) for c in contestants]) ** 2
     weights = 1 / variances
-    beyond = weights @ (values - np.average(values, weights=weights)) ** 2
+    spread_squares = weights @ (values - np.average(values, weights=weights)) ** 2
     scale = weights.sum() - weights @ weights / weights.sum()
-    spread = max(0.0, beyond - (len(values) - 1)) / scale if len(values) > 1 else 0.0
+    spread = max(0.0, spread_squares - (len(values) - 1)) / scale if len(values) > 1 else 0.0
     mean = np.average(values, weights=1 / (variances + spread))
     expected = predicted + mean + (values - mean) * spread / (spread + variances)
-    return [float(each) for each in expected]
+    return [float(value) for value in expected]
 
 
 class Role(str, enum.Enum):
@@ -223,8 +223,8 @@ class Finals:
     @property
     def repeated_id(self) -> int | None:
         """Id of the trial that the turn runs again; None for `Role.SAME_BATCH`."""
-        again = self.own if self.turn is Role.OWN else self.pick
-        return None if again is None or self.turn is Role.SAME_BATCH else again.trial_id
+        contestant = self.own if self.turn is Role.OWN else self.pick
+        return None if contestant is None or self.turn is Role.SAME_BATCH else contestant.trial_id
 
     @property
     def own_failed(self) -> bool:
@@ -236,8 +236,8 @@ class Finals:
 
         The difference of two such means is the logarithm of the gain.
         """
-        for role, each in enumerate((self.own, self.pick)):
-            if self.pairs and each is not None and each.trial_id == trial_id:
+        for role, contestant in enumerate((self.own, self.pick)):
+            if self.pairs and contestant is not None and contestant.trial_id == trial_id:
                 return statistics.fmean(pair[role] for pair in self.pairs)
         return None
 
@@ -246,8 +246,8 @@ class Finals:
         """Comparison of the pick with the user's own configuration; None without a pair."""
         if not self.pairs or self.pick is None:
             return None
-        before = (self.own.log_value, self.pick.log_value if self.pick.ran_alone else None)
-        return Comparison.of_pairs(self.pairs, before)
+        searched = (self.own.log_value, self.pick.log_value if self.pick.ran_alone else None)
+        return Comparison.of_pairs(self.pairs, searched)
 
     @property
     def is_better(self) -> bool:

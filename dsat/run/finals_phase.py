@@ -26,17 +26,17 @@ def begin(
         reason: why the search ended.
         predicted: `SearchPhase.predicted`.
     """
-    plan, own = run.plan, run.baseline
-    used = len(run.trials) - count_finals(run)
+    plan, baseline = run.plan, run.baseline
+    spent = len(run.trials) - count_finals(run)
     most = plan.max_trials - count_finals(run)
-    if run.leader is None or own is None or run.value(own) is None:
+    if run.leader is None or baseline is None or run.value(baseline) is None:
         return None
-    count = finals.budget(most, used, plan.finals, cost=_cost(run, own, run.leader))
-    tried = [run.contestant(trial, predicted(trial)) for trial in contenders(run)]
-    if not count or not tried:
+    count = finals.budget(most, spent, plan.finals, cost=_cost(run, baseline, run.leader))
+    contestants = [run.contestant(trial, predicted(trial)) for trial in contenders(run)]
+    if not count or not contestants:
         return None
-    expected = finals.rank_by_expectation(tried, indifference=plan.indifference)
-    candidates = _one_of_each_strategy(run, [each.trial_id for each in expected])
+    expected = finals.rank_by_expectation(contestants, indifference=plan.indifference)
+    candidates = _one_of_each_strategy(run, [c.trial_id for c in expected])
     return {
         "event": EVENT_FINALS,
         "reason": reason,
@@ -63,12 +63,12 @@ def _one_of_each_strategy(run: Run, ranked: list[int]) -> list[int]:
     return list(dict.fromkeys([*first.values(), *ranked]))[: 1 + _RESERVES]
 
 
-def _cost(run: Run, own: Trial, leader: Trial) -> float:
+def _cost(run: Run, baseline: Trial, leader: Trial) -> float:
     """Return the expected duration of a final, divided by the total duration of all trials."""
     outcomes = run.outcomes
     took_s = sum(outcome.duration_s for outcome in outcomes.values())
-    of_both_s = outcomes[own.id].duration_s + outcomes[leader.id].duration_s
-    return of_both_s / 2 / took_s if took_s else 1 / len(outcomes)
+    both_s = outcomes[baseline.id].duration_s + outcomes[leader.id].duration_s
+    return both_s / 2 / took_s if took_s else 1 / len(outcomes)
 
 
 def next_trial(run: Run) -> Trial | None:
@@ -81,14 +81,14 @@ def next_trial(run: Run) -> Trial | None:
         configuration = _with_own_batch(run, run.trials[begun.pick.trial_id])
         assert configuration is not None
         return make_trial(run, TrialKind.FINAL, *configuration)
-    again = run.trials[begun.repeated_id]
+    trial = run.trials[begun.repeated_id]
     return make_trial(
         run,
         TrialKind.FINAL,
-        again.overrides,
-        again.batch,
-        again.script_args,
-        predicted_bytes=again.predicted_bytes,
+        trial.overrides,
+        trial.batch,
+        trial.script_args,
+        predicted_bytes=trial.predicted_bytes,
     )
 
 
@@ -101,16 +101,16 @@ def _with_own_batch(
     gradient accumulation if necessary. Return None if the pick itself has that size, if the result
     would be the user's own configuration, or if no allowed micro batch divides the size.
     """
-    plan, own = run.plan, run.plan.own_batch
-    if pick.batch.train_batch_size == own.train_batch_size:
+    plan, user_batch = run.plan, run.plan.own_batch
+    if pick.batch.train_batch_size == user_batch.train_batch_size:
         return None
-    size = own.train_batch_size
-    found = [trial for trial in searched(run) if trial.batch.train_batch_size == size]
-    if found:
-        best = max(found, key=lambda trial: run.contestant(trial).log_value)
+    size = user_batch.train_batch_size
+    measured = [trial for trial in searched(run) if trial.batch.train_batch_size == size]
+    if measured:
+        best = max(measured, key=lambda trial: run.contestant(trial).log_value)
         return dict(best.overrides), best.batch, dict(best.script_args)
     slots, shared = plan.slots_per_trial, pick.batch.parallelism
-    per_group, rest = divmod(own.train_batch_size, shared.data(slots))
+    per_group, rest = divmod(user_batch.train_batch_size, shared.data(slots))
     sizes, most = plan.allowed_micro_batches, min(per_group, pick.batch.micro_batch)
     smaller = sizes[: bisect.bisect_right(sizes, most)]
     micro_batch = max((size for size in smaller if per_group % size == 0), default=None)
@@ -132,18 +132,18 @@ def contenders(run: Run) -> list[Trial]:
     If the baseline is the best, only two kinds of trials remain: those whose interval includes a
     worthwhile gain, and those that ran beside other trials although the baseline ran alone.
     """
-    tried = [trial for trial in searched(run) if run.plan.admits(trial.batch)]
+    trials = [trial for trial in searched(run) if run.plan.admits(trial.batch)]
     if run.leader is not run.baseline:
-        return tried
-    return [trial for trial in tried if _may_gain(run, trial)]
+        return trials
+    return [trial for trial in trials if _may_gain(run, trial)]
 
 
 def _may_gain(run: Run, trial: Trial) -> bool:
     assert run.baseline is not None
-    own, its = run.contestant(run.baseline), run.contestant(trial)
-    if own.ran_alone and not its.ran_alone:
+    baseline, contestant = run.contestant(run.baseline), run.contestant(trial)
+    if baseline.ran_alone and not contestant.ran_alone:
         return True
     ran = sum(outcome.ok for outcome in run.outcomes.values())
     margin = NormalDist().inv_cdf(1 - 0.025 / ran)
-    margin *= math.hypot(own.standard_error, its.standard_error)
-    return its.log_value - own.log_value + margin > math.log1p(run.plan.indifference)
+    margin *= math.hypot(baseline.standard_error, contestant.standard_error)
+    return contestant.log_value - baseline.log_value + margin > math.log1p(run.plan.indifference)

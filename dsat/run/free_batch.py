@@ -60,9 +60,9 @@ def predict(run: Run) -> FreeBatch | None:
     sizes = [2**power for power in range(1 + int(math.log2(max(1, most))))]
     outcome = run.outcomes[own.id]
     first = Observation(Point(0, 0, 1), space.batch(1, settings), outcome)
-    known = Configurations(Problem(profile, objective, space, plan.seed))
-    points = known.points([(0, 0)] * len(sizes), np.array(sizes))
-    rates = Predictions(known, [first]).log_rate(points)
+    configurations = Configurations(Problem(profile, objective, space, plan.seed))
+    points = configurations.points([(0, 0)] * len(sizes), np.array(sizes))
+    rates = Predictions(configurations, [first]).log_rate(points)
     gains = np.exp(rates - rates[0])
-    at = int(np.argmax(gains >= _ENOUGH * gains.max()))
-    return FreeBatch(sizes[at], float(gains[at])) if at else None
+    best = int(np.argmax(gains >= _ENOUGH * gains.max()))
+    return FreeBatch(sizes[best], float(gains[best])) if best else None

@@ -34,13 +34,13 @@ def difference(run: Run, plan: Plan, info: Mapping[str, Any]) -> str | None:
     was = _conditions(run.plan, plan, run.info)
     now = _conditions(plan, run.plan, info)
     for name in dict.fromkeys([*was, *now]):
-        before, today = was.get(name), now.get(name)
-        is_unknown = name in _OF_INFO and not (before and today)
-        if before == today or is_unknown:
+        earlier, today = was.get(name), now.get(name)
+        is_unknown = name in _OF_INFO and not (earlier and today)
+        if earlier == today or is_unknown:
             continue
         if name in _OF_DIGESTS:
             return f"{_OF_DIGESTS[name]} changed"
-        return difference_of(name, before, today)
+        return difference_of(name, earlier, today)
     return None
 
 

@@ -91,7 +91,7 @@ class MemoryJournal:
 
 def to_text(events: Iterable[Mapping[str, Any]]) -> str:
     """Return the text of a journal, or of its next lines."""
-    lines = (json.dumps(each, separators=(",", ":"), allow_nan=False) for each in events)
+    lines = (json.dumps(event, separators=(",", ":"), allow_nan=False) for event in events)
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -58,7 +58,7 @@ def drive(
             its trials.
     """
     run, per_trial = tuner.run, tuner.plan.slots_per_trial
-    left_over = run.running
+    unfinished = run.running
     is_announced = False
     if engine.num_slots < per_trial:
         raise EngineError(
@@ -76,11 +76,11 @@ def drive(
         usable = engine.num_slots  # fewer once a device has failed
         if max_slots is not None:
             usable = min(usable, max_slots)
-        free = usable - (len(run.running) - len(left_over)) * per_trial
-        while left_over and free >= per_trial:
-            _launch(engine, observers, run, left_over.pop(0))
+        free = usable - (len(run.running) - len(unfinished)) * per_trial
+        while unfinished and free >= per_trial:
+            _launch(engine, observers, run, unfinished.pop(0))
             free -= per_trial
-        if not left_over:
+        if not unfinished:
             for trial in tuner.next_trials(free):
                 _launch(engine, observers, run, trial)
         if tuner.finished:

@@ -39,7 +39,7 @@ class ProfilePhase:
         self._plan, self._run = plan, run
         self._is_fallback = False
         self._last_error: str | None = None  # message of the last trial; None unless an ERROR
-        self._tried: set[int] = set()  # micro batches that failed in this strategy
+        self._failed_sizes: set[int] = set()  # micro batches that failed in this strategy
         # Replacements for the user's strategy, which DeepSpeed refused or which did not fit.
         self._strategies: list[Strategy] = []
         self._next_micro_batch: int | None = None  # of the next profile trial
@@ -67,9 +67,9 @@ class ProfilePhase:
 
     def next_trial(self) -> Trial | None:
         """Return the trial to start next; None to wait for an outcome."""
-        run, own, switches = self._run, self._plan.own_batch, self._plan.switches
+        run, user_batch, switches = self._run, self._plan.own_batch, self._plan.switches
         if not run.trials:
-            return make_trial(run, TrialKind.BASELINE, own.config(), own, switches)
+            return make_trial(run, TrialKind.BASELINE, user_batch.config(), user_batch, switches)
         micro_batch = self._next_micro_batch
         if micro_batch is None or run.running:
             return None
@@ -105,38 +105,38 @@ class ProfilePhase:
 
     def _may_fit_smaller(self, outcome: Outcome) -> bool:
         """Return whether the smallest micro batch may run although the user's one failed."""
-        own = self._plan.own_batch
+        user_batch = self._plan.own_batch
         if outcome.kind is OutcomeKind.INVALID:
-            return outcome.smaller_may_run and own.micro_batch > self._smallest_micro_batch
+            return outcome.smaller_may_run and user_batch.micro_batch > self._smallest_micro_batch
         if outcome.kind is OutcomeKind.ERROR:
             return False  # `_on_failure` decides: it tries both micro batches
-        return own.config() != self._overrides(self._smallest_micro_batch)
+        return user_batch.config() != self._overrides(self._smallest_micro_batch)
 
     def _on_failure(self, trial: Trial, outcome: Outcome) -> None:
         """Choose the next configuration to profile the model with, or give up."""
-        smallest, own = self._smallest_micro_batch, self._plan.own_batch.micro_batch
+        smallest, user_size = self._smallest_micro_batch, self._plan.own_batch.micro_batch
         if outcome.kind is OutcomeKind.ERROR and _is_of_script(trial, outcome):
             # Other configurations would fail too.
             self.failure = outcome.describe(name_of_trial(trial))
             return
         failed = outcome.kind is OutcomeKind.ERROR
-        again = failed and bool(outcome.message) and outcome.message == self._last_error
+        is_repeated = failed and bool(outcome.message) and outcome.message == self._last_error
         self._last_error = outcome.message if failed else None
         if failed and not self._strategies and self._is_refused(outcome):
             self._strategies = [s for s in strategies.searched(self._plan) if s.stage > 0]
             if self._strategies:
                 self._begin_again()
                 return
-        self._tried.add(trial.batch.micro_batch)
+        self._failed_sizes.add(trial.batch.micro_batch)
         # Some models cannot train on so few samples (batch normalisation, say).
-        if failed and not again and not {smallest, own} <= self._tried:
-            self._next_micro_batch = own if smallest in self._tried else smallest
+        if failed and not is_repeated and not {smallest, user_size} <= self._failed_sizes:
+            self._next_micro_batch = user_size if smallest in self._failed_sizes else smallest
             return
-        fallback_failed = failed and self._is_fallback and not again
+        fallback_failed = failed and self._is_fallback and not is_repeated
         if (outcome.kind.is_out_of_memory or fallback_failed) and self._fallbacks:
             strategy = self._fallbacks.pop(0)
-            others = [s for s in self._fallbacks if s.offload_optimizer != NVME]
-            self._strategies, self._is_fallback = [strategy, *others], True
+            slower = [s for s in self._fallbacks if s.offload_optimizer != NVME]
+            self._strategies, self._is_fallback = [strategy, *slower], True
             self._begin_again()
         elif outcome.kind.is_out_of_memory and len(self._divisions) > 1:
             self._divisions.pop(0)
@@ -146,7 +146,7 @@ class ProfilePhase:
 
     def _begin_again(self) -> None:
         """Begin again with the smallest micro batch, in another strategy or parallelism."""
-        self._tried.clear()
+        self._failed_sizes.clear()
         self._next_micro_batch = self._smallest_micro_batch
 
     def _is_refused(self, outcome: Outcome) -> bool:
@@ -166,15 +166,15 @@ class ProfilePhase:
 
     def _overrides(self, micro_batch: int) -> dict[str, Any]:
         """Return the overrides of a profile trial in the current strategy and parallelism."""
-        own = read_strategy(self._plan.base_config)
-        strategy = self._strategies[0] if self._strategies else own
+        user_strategy = read_strategy(self._plan.base_config)
+        strategy = self._strategies[0] if self._strategies else user_strategy
         return strategies.profile_overrides(self._plan, strategy, micro_batch, self._divisions[0])
 
 
 def name_of_trial(trial: Trial) -> str:
     """Return how messages call one of the first trials."""
-    own = trial.kind is TrialKind.BASELINE
-    return "your own configuration" if own else "the profile trial"
+    is_own = trial.kind is TrialKind.BASELINE
+    return "your own configuration" if is_own else "the profile trial"
 
 
 def _is_of_script(trial: Trial, outcome: Outcome) -> bool:
@@ -189,8 +189,8 @@ def _is_of_script(trial: Trial, outcome: Outcome) -> bool:
     has_trained = trial.kind is TrialKind.BASELINE and outcome.completed_steps > 0
     in_library = any(part in frame for part in _IN_LIBRARY)
     # CUDA reports a kernel's error only where the script later waits for the device.
-    of_device = "CUDA error" in outcome.message
-    return has_trained and bool(frame) and not (in_library or of_device)
+    is_device_error = "CUDA error" in outcome.message
+    return has_trained and bool(frame) and not (in_library or is_device_error)
 
 
 def _last_frame(traceback: str) -> str:

@@ -113,8 +113,8 @@ class Run:
                 self._earlier_variation = self.variation
                 self.finals, self.is_reopened = None, False  # new ones follow
             running = self.running
-            for each in running:
-                self.neighbours[each.id] = max(len(running) - 1, self.neighbours.get(each.id, 0))
+            for other in running:
+                self.neighbours[other.id] = max(len(running) - 1, self.neighbours.get(other.id, 0))
             if trial.kind is TrialKind.REPEAT and self.baseline is not None:
                 self.repeat = trial
                 self.repeated[trial.id] = self.baseline.id
@@ -133,8 +133,8 @@ class Run:
         elif kind == events.EVENT_BUDGET:
             converged = event.get("converged", self.converged)
             self.is_reopened |= event["max_trials"] > self.plan.max_trials and not converged
-            given = {name: event[name] for name in events.OF_A_BUDGET if name in event}
-            self.plan = replace(self.plan, **given)
+            budget = {name: event[name] for name in events.OF_A_BUDGET if name in event}
+            self.plan = replace(self.plan, **budget)
             self.stop_reason = None
         elif kind == events.EVENT_STOPPED:
             self.stop_reason = event["reason"]
@@ -176,19 +176,19 @@ class Run:
         self.disqualified, self.is_reopened = {}, False
         ids = (*event["leaders"], *event.get("reserves", ()))
         candidates = [self.contestant(self.trials[trial_id]) for trial_id in ids]
-        own, rules = self.contestant(self.baseline), Rules.of_event(event)
-        self.finals = Finals(own, candidates, rules, same_batch=event["same_batch"])
+        baseline, rules = self.contestant(self.baseline), Rules.of_event(event)
+        self.finals = Finals(baseline, candidates, rules, same_batch=event["same_batch"])
 
     def _check_training(self, finals: Finals) -> None:
         if finals.pick is None:
             return
         pick = self.trials[finals.pick.trial_id]
         same_batch = None if finals.same_batch_gain is None else self.same_batch_final
-        found = check_of(self).find_excluded(pick, same_batch)
-        self.disqualified |= found
-        if pick.id in found:
+        excluded = check_of(self).find_excluded(pick, same_batch)
+        self.disqualified |= excluded
+        if pick.id in excluded:
             finals.disqualify()
-        elif found:
+        elif excluded:
             finals.forget_same_batch()
 
     def contestant(self, trial: Trial, predicted: float | None = None) -> Contestant:
@@ -217,12 +217,12 @@ class Run:
         key = trial.id, self.profiled is not None  # the profile lists the script's switches
         if key not in self._changes:
             switches, plan = own_switches(self), self.plan
-            own = ds_config.flat({**plan.config({}), **switches})
-            its = ds_config.flat({**plan.config(trial.overrides), **switches, **trial.script_args})
+            user = ds_config.flat({**plan.config({}), **switches})
+            new = ds_config.flat({**plan.config(trial.overrides), **switches, **trial.script_args})
             self._changes[key] = {
-                path: (own.get(path), its.get(path))
-                for path in dict.fromkeys([*own, *its])
-                if own.get(path) != its.get(path) and path not in trial.batch.config()
+                path: (user.get(path), new.get(path))
+                for path in dict.fromkeys([*user, *new])
+                if user.get(path) != new.get(path) and path not in trial.batch.config()
             }
         return self._changes[key]
 
@@ -262,16 +262,16 @@ class Run:
             None if either was not measured, if they are the same trial, or if the plan does not
             admit the baseline's batch sizes.
         """
-        own = self.baseline
-        if own is None or trial is None or trial is own or self.value(own) is None:
+        baseline = self.baseline
+        if baseline is None or trial is None or trial is baseline or self.value(baseline) is None:
             return None
-        if not self.plan.admits(own.batch):
+        if not self.plan.admits(baseline.batch):
             return None
-        first, then = self.contestant(own), self.contestant(trial)
-        errors = first.standard_error, then.standard_error
+        first, second = self.contestant(baseline), self.contestant(trial)
+        errors = first.standard_error, second.standard_error
         variation = self.variation or _variation_of_repeat(self)
         margin = margin_of_single_runs(errors, self._ran, variation)
-        return Gain.of_log(then.log_value - first.log_value, margin)
+        return Gain.of_log(second.log_value - first.log_value, margin)
 
     @property
     def best_outcome(self) -> Outcome | None:
@@ -306,8 +306,8 @@ class Run:
         longest_s, own = self.plan.longest_s, self.baseline and self.outcomes.get(self.baseline.id)
         if longest_s is None:
             return None
-        known = [own] if own and own.metrics else self.outcomes.values()
-        usual_ms = min((each.metrics.latency for each in known if each.metrics), default=0.0)
+        outcomes = [own] if own and own.metrics else self.outcomes.values()
+        usual_ms = min((o.metrics.latency for o in outcomes if o.metrics), default=0.0)
         limit_s = max(longest_s, TIMES_THE_OWN * usual_ms / 1000)
         has_finals = own and own.ok and reserved(self.plan.max_trials, self.plan.finals)
         return limit_s / 2 if has_finals and kind is TrialKind.SEARCH else limit_s
@@ -328,18 +328,18 @@ class Run:
 
 def _surely_beats(run: Run, trial: Trial) -> bool:
     """Return whether single runs show a sure and sufficient gain, or no gain can be computed."""
-    found, own = run.gain_of(trial), run.plan.own_batch
-    is_larger = trial.batch.train_batch_size > own.train_batch_size
+    gain, user_batch = run.gain_of(trial), run.plan.own_batch
+    is_larger = trial.batch.train_batch_size > user_batch.train_batch_size
     least = 1 + run.plan.indifference if is_larger else 1.0
-    return found is None or (found.low > 1 and found.ratio > least)
+    return gain is None or (gain.low > 1 and gain.ratio > least)
 
 
 def _variation_of_repeat(run: Run) -> Variation | None:
     """Return the variation between the baseline and its repeat; None if not comparable."""
-    own, again = run.baseline, run.repeat
-    if own is None or again is None or run.neighbours[own.id] != run.neighbours[again.id]:
+    own, repeat = run.baseline, run.repeat
+    if own is None or repeat is None or run.neighbours[own.id] != run.neighbours[repeat.id]:
         return None
-    first, second = run.value(own), run.value(again)
+    first, second = run.value(own), run.value(repeat)
     if first is None or second is None:
         return None
     log_value = run.plan.objective.log_value
@@ -380,17 +380,17 @@ def typical_outcome(run: Run, trial: Trial) -> Outcome | None:
     Once the search resumes after finals, their re-runs are ignored.
     """
     has_pairs = run.finals is not None and run.finals.pairs
-    again = [run.trials[i] for i, repeated in run.repeated.items() if repeated == trial.id]
-    finals = [each for each in again if each.kind is TrialKind.FINAL and has_pairs]
+    reruns = [run.trials[i] for i, repeated in run.repeated.items() if repeated == trial.id]
+    finals = [trial for trial in reruns if trial.kind is TrialKind.FINAL and has_pairs]
     ran = sorted((value, t.id) for t in finals if (value := run.value(t)) is not None)
     return run.outcomes[ran[(len(ran) - 1) // 2][1]] if ran else run.outcomes.get(trial.id)
 
 
 def own_switches(run: Run) -> dict[str, Any]:
     """Return the values of the script's switches that the user's own command trains with."""
-    found = {} if run.profile is None else run.profile.switches
+    switches = {} if run.profile is None else run.profile.switches
     return {
-        **{name: switch.values[0] for name, switch in found.items()},
-        **{n: values[0] for n, values in run.plan.listed_switches.items() if n not in found},
+        **{name: switch.values[0] for name, switch in switches.items()},
+        **{n: values[0] for n, values in run.plan.listed_switches.items() if n not in switches},
         **run.plan.switches,
     }

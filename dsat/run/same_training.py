@@ -85,53 +85,53 @@ def compare(
     """
     if not same_batch:
         return _unknown("the global batch size differs")
-    curves = [found for curve in own if len(found := _losses(curve)) >= _LEAST_STEPS]
-    its = _losses(other)
+    curves = [curve_losses for curve in own if len(curve_losses := _losses(curve)) >= _LEAST_STEPS]
+    other_losses = _losses(other)
     if len(curves) < 2:
-        once = "recorded losses only once" if curves else "recorded too few losses"
-        return _unknown(f"your own configuration {once}")
-    if len(its) < _LEAST_STEPS:
+        problem = "recorded losses only once" if curves else "recorded too few losses"
+        return _unknown(f"your own configuration {problem}")
+    if len(other_losses) < _LEAST_STEPS:
         return _unknown("the best configuration recorded too few losses")
-    seen = (precision, *(curve.precision or precision for curve in (*own, other)))
-    precision = max(seen, key=PRECISIONS.index)
+    precisions = (precision, *(curve.precision or precision for curve in (*own, other)))
+    precision = max(precisions, key=PRECISIONS.index)
     first, growth = _ROUNDING[precision]
-    reference, *again = curves
-    least = _least_scale([*curves, its])
-    own_apart = {
-        step: max(_relative(other.get(step, loss), loss, least) for other in again)
+    reference, *repeats = curves
+    least = _least_scale([*curves, other_losses])
+    spread = {
+        step: max(_relative(other.get(step, loss), loss, least) for other in repeats)
         for step, loss in reference.items()
     }
     start = min(reference)
-    if own_apart[start] > first:
+    if spread[start] > first:
         return _unknown(
             "the script sets no seed, so the first losses of two runs of your own configuration "
-            f"differ by {100 * own_apart[start]:.2f} %. Set a seed to compare losses"
+            f"differ by {100 * spread[start]:.2f} %. Set a seed to compare losses"
         )
-    noise = _TIMES_OWN * max(own_apart.values())
-    for step in sorted(set(its) & set(reference)):
-        apart = _relative(its[step], reference[step], least)
-        allowed = max(first + growth * (step - start), noise)
-        if apart <= allowed:
+    noise = _TIMES_OWN * max(spread.values())
+    for step in sorted(set(other_losses) & set(reference)):
+        apart = _relative(other_losses[step], reference[step], least)
+        limit = max(first + growth * (step - start), noise)
+        if apart <= limit:
             if step == start and (differing := _gradient_difference(own, other, precision)):
                 return Finding(Agreement.DIFFERENT, differing, of_gradients=True)
             continue
-        said = f"{its[step]:.6g} instead of {reference[step]:.6g}"
+        values = f"{other_losses[step]:.6g} instead of {reference[step]:.6g}"
         if step == start:
-            return _unknown(f"the first loss is {said}. {_OTHER_START}")
+            return _unknown(f"the first loss is {values}. {_OTHER_START}")
         return Finding(
             Agreement.DIFFERENT,
-            f"Its loss in step {step} is {said}, which differs by {100 * apart:.2f} %; rounding "
-            f"explains at most {100 * allowed:.2f} %",
+            f"Its loss in step {step} is {values}, which differs by {100 * apart:.2f} %; rounding "
+            f"explains at most {100 * limit:.2f} %",
         )
     return Finding(Agreement.SAME)
 
 
 def norms_agree(first: TrainingCurve, other: TrainingCurve, precision: str) -> bool | None:
     """Return whether two trainings begin with equal gradient norms; None if one is unknown."""
-    one, two = first.gradient_norm, other.gradient_norm
-    if one is None or two is None:
+    first_norm, other_norm = first.gradient_norm, other.gradient_norm
+    if first_norm is None or other_norm is None:
         return None
-    return _relative(one, two, 0.0) <= _ROUNDING_OF_NORMS[precision]
+    return _relative(first_norm, other_norm, 0.0) <= _ROUNDING_OF_NORMS[precision]
 
 
 def _gradient_difference(
@@ -142,7 +142,7 @@ def _gradient_difference(
     norm = other.gradient_norm
     if len(norms) < 2 or norm is None:
         return None
-    noise = _TIMES_OWN * max(_relative(each, norms[0], 0.0) for each in norms)
+    noise = _TIMES_OWN * max(_relative(value, norms[0], 0.0) for value in norms)
     if _relative(norm, norms[0], 0.0) <= max(_ROUNDING_OF_NORMS[precision], noise):
         return None
     return (
@@ -174,12 +174,12 @@ def suspects(changes: Mapping[str, Any], of_same: Sequence[Mapping[str, Any]]) -
         changes: changes of the configuration that trains differently, by setting.
         of_same: changes of configurations that train like the user's own.
     """
-    left = {
+    unexplained = {
         key: value
         for key, value in changes.items()
         if not any(key in other and other[key] == value for other in of_same)
     }
-    return left or dict(changes)
+    return unexplained or dict(changes)
 
 
 def _unknown(reason: str) -> Finding:
@@ -188,12 +188,12 @@ def _unknown(reason: str) -> Finding:
 
 def _losses(curve: TrainingCurve) -> dict[int, float]:
     """Return losses by step, until one is missing, not finite, or of a step that fp16 skipped."""
-    found: dict[int, float] = {}
+    losses: dict[int, float] = {}
     for step, loss in zip(curve.steps, curve.losses, strict=True):
         if loss is None or not math.isfinite(loss) or step in curve.skipped:
             break
-        found[step] = loss
-    return found
+        losses[step] = loss
+    return losses
 
 
 def _least_scale(curves: Sequence[Mapping[int, float]]) -> float:

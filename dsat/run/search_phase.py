@@ -56,15 +56,15 @@ class SearchPhase:
 
     def find_reusable(self, earlier: Iterable[Measured]) -> Iterator[tuple[Trial, Measured]]:
         """Yield new trials for points that earlier runs measured; see `Decisions.find_reusable`."""
-        for each in earlier:
-            trial, (_, is_exact) = each.trial, self._observations.locate(each.trial)
+        for measured in earlier:
+            trial, (_, is_exact) = measured.trial, self._observations.locate(measured.trial)
             if trial.kind is TrialKind.PROFILE or not is_exact:
                 continue
-            known = self._equal_trial(trial.overrides, trial.script_args)
-            if known is None and self._plan.admits(trial.batch):
-                made = self._make(trial.overrides, trial.batch, trial.script_args)
-                given = ("batch_flag", "accumulation_flag", "flag_leads")
-                yield replace(made, **{name: getattr(trial, name) for name in given}), each
+            equal = self._equal_trial(trial.overrides, trial.script_args)
+            if equal is None and self._plan.admits(trial.batch):
+                new = self._make(trial.overrides, trial.batch, trial.script_args)
+                names = ("batch_flag", "accumulation_flag", "flag_leads")
+                yield replace(new, **{name: getattr(trial, name) for name in names}), measured
 
     def predicted(self, trial: Trial) -> float | None:
         """Return the search's prediction of a trial's log value; None if it has none."""
@@ -124,9 +124,9 @@ class SearchPhase:
         """Return a new trial; if an equal one exists, record it for the search and return None."""
         batch = self._space.batch(micro_batch, settings)
         overrides, script_args = overrides_for(settings, batch), self._space.script_args(settings)
-        known = self._equal_trial(overrides, script_args)
-        if known is not None:
-            self._observations.equal.append((proposal, known))
+        equal = self._equal_trial(overrides, script_args)
+        if equal is not None:
+            self._observations.equal.append((proposal, equal))
             return None
         return self._make(overrides, batch, script_args, proposal)
 
@@ -149,7 +149,7 @@ class SearchPhase:
         proposal: Proposal | None = None,
     ) -> Trial:
         forecast = self.forecast
-        needed = None if forecast is None else forecast.predicted_bytes(overrides, script_args)
+        predicted = None if forecast is None else forecast.predicted_bytes(overrides, script_args)
         return make_trial(
             self._run,
             TrialKind.SEARCH,
@@ -157,7 +157,7 @@ class SearchPhase:
             batch,
             script_args,
             proposal=proposal,
-            predicted_bytes=needed,
+            predicted_bytes=predicted,
         )
 
     def _update_predictions(self) -> None:
@@ -192,10 +192,10 @@ class _Observations:
         trials = [t for t in run.trials.values() if t.kind in _OBSERVED]
         trials = [trial for trial in trials if not run.batch_flag.supersedes(trial)]
         variation = run.variation
-        found = [self._observe(trial, variation) for trial in trials]
+        observations = [self._observe(trial, variation) for trial in trials]
         for proposal, trial_id in self.equal:
             observed = self._observe(run.trials[trial_id], variation)
-            found.append(
+            observations.append(
                 replace(
                     observed,
                     point=proposal.point,
@@ -204,7 +204,7 @@ class _Observations:
                     note=proposal.note,
                 )
             )
-        return _blame_micro_batches(found)
+        return _blame_micro_batches(observations)
 
     def locate(self, trial: Trial) -> tuple[Point | None, bool]:
         return self._locator.locate(trial.overrides, trial.script_args, trial.batch)
@@ -238,17 +238,17 @@ def _blame_micro_batches(observations: list[Observation]) -> list[Observation]:
     for numbers, have the same cause. Two such errors limit the micro batches of all settings,
     because a single one may be chance.
     """
-    ran = [each for each in observations if each.outcome is not None and each.outcome.ok]
-    largest = max((each.batch.micro_batch for each in ran), default=0)
-    sound = {(each.point.branch, each.point.index) for each in ran if each.point is not None}
+    ran = [o for o in observations if o.outcome is not None and o.outcome.ok]
+    largest = max((o.batch.micro_batch for o in ran), default=0)
+    sound = {(o.point.branch, o.point.index) for o in ran if o.point is not None}
     errors: list[tuple[int, Outcome, str]] = []  # position, outcome, and message without numbers
     counts = Counter[str]()
     causes = set()
-    for position, each in enumerate(observations):
-        outcome, point = each.outcome, each.point
+    for position, observation in enumerate(observations):
+        outcome, point = observation.outcome, observation.point
         if outcome is None or outcome.kind is not OutcomeKind.ERROR or point is None:
             continue
-        if each.batch.micro_batch > largest:
+        if observation.batch.micro_batch > largest:
             message = re.sub(r"\d+", "", outcome.message)
             errors.append((position, outcome, message))
             counts[message] += 1

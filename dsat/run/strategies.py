@@ -49,38 +49,38 @@ def searched(plan: Plan) -> tuple[Strategy, ...]:
 def fallbacks(plan: Plan) -> tuple[Strategy, ...]:
     """Return the strategies to try in turn if the user's own strategy does not fit."""
     least = _needed_bytes(plan, read_strategy(plan.base_config))
-    found = []
+    strategies = []
     for strategy in USUAL_ORDER:
         if not _may_use(plan, strategy):
             continue
-        needed = _needed_bytes(plan, strategy)
+        need = _needed_bytes(plan, strategy)
         # NVMe saves host memory, not device memory.
-        if needed < least or strategy.offload_optimizer == NVME:
-            found.append(strategy)
-            least = min(least, needed)
-    return tuple(found)
+        if need < least or strategy.offload_optimizer == NVME:
+            strategies.append(strategy)
+            least = min(least, need)
+    return tuple(strategies)
 
 
 def divisions(plan: Plan) -> list[Parallelism]:
     """Return the parallelisms to search, the user's own first, then by devices per sample."""
     space = make_space(plan, only=(read_strategy(plan.base_config),))
-    found = [plan.parallelism(each) for each in space.branches[0].list_parallelisms()]
-    return sorted(found, key=lambda each: (each != plan.parallelism(), each.shared))
+    shared = [plan.parallelism(settings) for settings in space.branches[0].list_parallelisms()]
+    return sorted(shared, key=lambda one: (one != plan.parallelism(), one.shared))
 
 
 def profile_overrides(
     plan: Plan, strategy: Strategy, micro_batch: int, shared: Parallelism | None = None
 ) -> dict[str, Any]:
     """Return a profile trial's overrides; `shared` is its parallelism, by default the user's."""
-    base, own = plan.base_config, plan.parallelism()
-    shared = shared or own
+    base, user_parallelism = plan.base_config, plan.parallelism()
+    shared = shared or user_parallelism
     settings = strategy_settings(strategy, base, plan.nvme_path)
     if strategy != read_strategy(base):
         settings["stage"] = strategy.stage
     if strategy.stage > 0:
         # Default buckets take gigabytes regardless of the model: small ones let more models fit.
         settings |= smallest_buckets(fixed=plan.fixed, stage=strategy.stage)
-    if shared != own:
+    if shared != user_parallelism:
         settings |= shared.settings
     batch = BatchTriple.on(plan.slots_per_trial, shared, micro_batch=micro_batch)
     return overrides_for(settings, batch)
@@ -127,30 +127,30 @@ def keeps_micro_batch(plan: Plan, outcome: Outcome) -> bool:
 def _comparable(plan: Plan, profile: ModelProfile) -> dict[str, ScriptSwitch]:
     """Return the script's switches whose values can be compared under the plan's metric."""
     metrics = {name: SWITCHES[name].metric for name in profile.switches if name in SWITCHES}
-    found = profile.switches.items()
-    return {n: s for n, s in found if metrics.get(n, "") in ("", plan.metric)}
+    switches = profile.switches.items()
+    return {n: s for n, s in switches if metrics.get(n, "") in ("", plan.metric)}
 
 
 def _may_use(plan: Plan, strategy: Strategy) -> bool:
     if strategy.stage not in plan.searched_stages:
         return False
-    own = read_strategy(plan.base_config, strategy.stage)
+    user_strategy = read_strategy(plan.base_config, strategy.stage)
     return all(
-        wanted == own.offloading[section]
+        device == user_strategy.offloading[section]
         or (
-            (wanted != NVME or plan.nvme_path is not None)
+            (device != NVME or plan.nvme_path is not None)
             and section not in plan.fixed
             and (plan.offload_helps or section in plan.tune)
         )
-        for section, wanted in strategy.offloading.items()
+        for section, device in strategy.offloading.items()
     )
 
 
 def _offloads_as_asked(plan: Plan, strategy: Strategy) -> bool:
-    own = read_strategy(plan.base_config, strategy.stage)
+    user_strategy = read_strategy(plan.base_config, strategy.stage)
     return all(
-        wanted in (NONE, own.offloading[section]) or section in plan.tune
-        for section, wanted in strategy.offloading.items()
+        device in (NONE, user_strategy.offloading[section]) or section in plan.tune
+        for section, device in strategy.offloading.items()
     )
 
 
@@ -159,5 +159,5 @@ def _needed_bytes(plan: Plan, strategy: Strategy) -> tuple[int, int]:
     config = plan.config(profile_overrides(plan, strategy, micro_batch=1))
     is_auto = ds_config.data_types(config)[0] is None
     facts = replace(_SOME_MODEL, param_bytes=2 if is_auto else 4)
-    needed = closed_form.estimate(facts, config, slots=plan.slots_per_trial, micro_batch=1)
-    return needed.peak, max(needed.forward, needed.backward, needed.step)
+    peaks = closed_form.estimate(facts, config, slots=plan.slots_per_trial, micro_batch=1)
+    return peaks.peak, max(peaks.forward, peaks.backward, peaks.step)

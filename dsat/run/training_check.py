@@ -111,8 +111,8 @@ class TrainingCheck:
             if trial.kind is TrialKind.SEARCH and self.compare(trial).agreement is Agreement.SAME
         ]
         blamed = same_training.suspects(self.changes(pick), same)
-        said = ", ".join(f"{key}={value[1]}" for key, value in blamed.items()) or "the batch sizes"
-        return f"{reason}. Possible cause: {said}"
+        cause = ", ".join(f"{key}={value[1]}" for key, value in blamed.items()) or "the batch sizes"
+        return f"{reason}. Possible cause: {cause}"
 
     def _compare_uncounted(self, pick: Trial) -> str | None:
         """Return why a pick's throughput cannot be compared with the baseline's; None if it can.
@@ -124,40 +124,40 @@ class TrainingCheck:
         outcome = self.outcomes[pick.id]
         if UNCOUNTED not in outcome.warnings:
             return None
-        its, yours = map(_tokens_per_sample, (outcome, self.outcomes[self.own.id]))
-        if not its or not yours or max(its, yours) <= _MOST_APART * min(its, yours):
+        ours, yours = map(_tokens_per_sample, (outcome, self.outcomes[self.own.id]))
+        if not ours or not yours or max(ours, yours) <= _MOST_APART * min(ours, yours):
             return None
         return (
-            f"its samples had {its:,.0f} tokens on average, and yours {yours:,.0f}, so the data "
+            f"its samples had {ours:,.0f} tokens on average, and yours {yours:,.0f}, so the data "
             "loader does not follow the micro batch of the configuration"
         )
 
     def _likely_wrong(self, pick: Trial) -> str:
         """Describe which of the two is likely wrong, from known faults or from other trials."""
         version, pair = self.version, {_OWN: self.own, "this configuration": pick}
-        by_fault = {
-            name: found[0].describe(version or "")
+        faults = {
+            name: hazard[0].describe(version or "")
             for name, trial in pair.items()
-            if (found := hazards.find(version, training_of(self.plan, trial), hazards.GRADIENTS))
+            if (hazard := hazards.find(version, training_of(self.plan, trial), hazards.GRADIENTS))
         }
-        if len(by_fault) == 1:
-            [(name, fault)] = by_fault.items()
+        if len(faults) == 1:
+            [(name, fault)] = faults.items()
             return f"Likely wrong: {name}. {fault}"
-        for_name = dict.fromkeys(pair, 0)
+        votes = dict.fromkeys(pair, 0)
         for trial in self.trials.values():
             if trial.strategy in (self.own.strategy, pick.strategy):
                 continue
-            for name, each in pair.items():
+            for name, candidate in pair.items():
                 agree = [
-                    same_training.norms_agree(one, two, self._precision)
-                    for one in self._curves(each)[:1]
-                    for two in self._curves(trial)[:1]
-                    if trial.batch.train_batch_size == each.batch.train_batch_size
+                    same_training.norms_agree(curve, other, self._precision)
+                    for curve in self._curves(candidate)[:1]
+                    for other in self._curves(trial)[:1]
+                    if trial.batch.train_batch_size == candidate.batch.train_batch_size
                 ]
-                for_name[name] += agree == [True]
-        if len({*for_name.values()}) == 1:
+                votes[name] += agree == [True]
+        if len({*votes.values()}) == 1:
             return "Either may be wrong: compare both with training without DeepSpeed"
-        wrong, right = sorted(for_name, key=for_name.__getitem__)
+        wrong, right = sorted(votes, key=votes.__getitem__)
         return f"Likely wrong: {wrong}, because trials of other strategies agree with {right}"
 
     @property
@@ -165,6 +165,6 @@ class TrainingCheck:
         return same_training.precision_of(self.plan.config({}))
 
     def _curves(self, trial: Trial) -> list[TrainingCurve]:
-        ids = [trial.id, *(i for i, again in self.repeated.items() if again == trial.id)]
+        ids = [trial.id, *(i for i, repeated in self.repeated.items() if repeated == trial.id)]
         curves = [self.outcomes[i].training for i in ids if i in self.outcomes]
         return [curve for curve in curves if curve is not None]

@@ -99,8 +99,8 @@ class TrialCosts:
     @property
     def _own_s(self) -> float:
         """Duration of the baseline in seconds; infinite if it did not run."""
-        own = self._run.baseline and self._run.outcomes.get(self._run.baseline.id)
-        return own.duration_s if own and own.ok else math.inf
+        outcome = self._run.baseline and self._run.outcomes.get(self._run.baseline.id)
+        return outcome.duration_s if outcome and outcome.ok else math.inf
 
     def step_s(self, strategy: Strategy, batch: BatchTriple) -> float:
         """Return a low estimate of the seconds of a step; 0 if the strategy was not measured.
@@ -108,14 +108,14 @@ class TrialCosts:
         A smaller micro batch than a measured one takes at least as long per sample. Beyond the
         largest measured micro batch, time grows as it did between the two largest.
         """
-        known = sorted(self._micro_steps[strategy].items())
-        if not known:
+        measured = sorted(self._micro_steps[strategy].items())
+        if not measured:
             return 0.0
         size, growth = batch.micro_batch, 0.0
-        larger = [of_one / samples for samples, of_one in known if samples >= size]
+        larger = [step_s / samples for samples, step_s in measured if samples >= size]
         if larger:
             return batch.gas * max(size * rate for rate in larger)
-        if len(known) > 1:
-            (before, less_s), (last, more_s) = known[-2:]
-            growth = min(1.0, max(0.0, math.log(more_s / less_s) / math.log(last / before)))
-        return float(batch.gas * known[-1][1] * (size / known[-1][0]) ** growth)
+        if len(measured) > 1:
+            (previous, less_s), (last, more_s) = measured[-2:]
+            growth = min(1.0, max(0.0, math.log(more_s / less_s) / math.log(last / previous)))
+        return float(batch.gas * measured[-1][1] * (size / measured[-1][0]) ** growth)

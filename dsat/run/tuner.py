@@ -68,12 +68,12 @@ class Tuner:
             start = {"event": journaled.EVENT_START, "schema": SCHEMA_VERSION}
             self._append({**start, "plan": self.plan, "info": dict(info)})
             return
-        own = {name: getattr(self.run.plan, name) for name in journaled.OF_A_BUDGET}
-        wanted = {name: getattr(plan, name) for name in journaled.OF_A_BUDGET}
+        current = {name: getattr(self.run.plan, name) for name in journaled.OF_A_BUDGET}
+        requested = {name: getattr(plan, name) for name in journaled.OF_A_BUDGET}
         # If the new budget is used up, no trial follows: such a command trains with the result.
         is_used = self.run.best is not None and len(self.run.outcomes) >= plan.max_trials
-        if own != wanted and not is_used:
-            self._append({"event": journaled.EVENT_BUDGET, **wanted})
+        if current != requested and not is_used:
+            self._append({"event": journaled.EVENT_BUDGET, **requested})
 
     @property
     def run(self) -> Run:
