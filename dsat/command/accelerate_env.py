@@ -37,18 +37,18 @@ def use_config(env: Mapping[str, str], path: str, config: Mapping[str, Any]) -> 
     """
     if not uses_deepspeed(env):
         return dict(env)
-    kept = {
+    others = {
         name: value
         for name, value in env.items()
         if name not in _IN_THE_FILE and not name.startswith(_IN_THE_FILE_PREFIX)
     }
     if importlib.util.find_spec("transformers") is not None:  # the variable needs transformers
-        kept.pop(_ZERO3_INIT, None)  # without it, the stage in the file decides
-    found = {**kept, CONFIG_FILE: path, "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file"}
+        others.pop(_ZERO3_INIT, None)  # without it, the stage in the file decides
+    result = {**others, CONFIG_FILE: path, "ACCELERATE_CONFIG_DS_FIELDS": "deepspeed_config_file"}
     gas = config.get("gradient_accumulation_steps")
     if isinstance(gas, int):
-        found[_GAS] = str(gas)
-    return found
+        result[_GAS] = str(gas)
+    return result
 
 
 def make_parallelism_variables(

@@ -33,7 +33,7 @@ def read_text(path: Path) -> str:
         raise UserInputError(f"cannot be read: {reason}", where=str(path)) from None
 
 
-def copy_as_json(data: Any, at: str = "") -> Any:
+def copy_as_json(data: Any, path: str = "") -> Any:
     """Return a copy of a value, made through JSON: keys are text, and no objects are shared.
 
     Raises ValueError, with the place, if JSON cannot hold a value; RecursionError if too deep.
@@ -43,9 +43,9 @@ def copy_as_json(data: Any, at: str = "") -> Any:
     except (TypeError, ValueError) as error:
         is_list = isinstance(data, list)
         for key, value in enumerate(data) if is_list else getattr(data, "items", tuple)():
-            copy_as_json(value, f"{at}.{key}")
-        known = f"contains a value that JSON cannot represent{at and f' at {at[1:]}'}: {error}"
-        raise ValueError(f"{known}. Quote dates, and replace NaN and infinity") from None
+            copy_as_json(value, f"{path}.{key}")
+        reason = f"contains a value that JSON cannot represent{path and f' at {path[1:]}'}: {error}"
+        raise ValueError(f"{reason}. Quote dates, and replace NaN and infinity") from None
 
 
 def check_size(data: Any) -> None:
@@ -54,10 +54,10 @@ def check_size(data: Any) -> None:
         raise ValueError(f"contains more than {_MOST_VALUES:,} values, counting aliases")
 
 
-def _count(data: Any, known: dict[int, int]) -> int:
+def _count(data: Any, counts: dict[int, int]) -> int:
     if not isinstance(data, (list, dict)):
         return 1
-    if id(data) not in known:
+    if id(data) not in counts:
         parts = data.values() if isinstance(data, dict) else data
-        known[id(data)] = 1 + sum(_count(part, known) for part in parts)
-    return known[id(data)]
+        counts[id(data)] = 1 + sum(_count(part, counts) for part in parts)
+    return counts[id(data)]

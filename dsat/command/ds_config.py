@@ -59,12 +59,12 @@ def parse(text: str) -> dict[str, Any]:
     # hjson is not used for valid JSON, because it converts 1.0 and 5e8 to integers.
     try:
         try:
-            found = json.loads(text, object_pairs_hook=_refuse_duplicates)
+            config = json.loads(text, object_pairs_hook=_refuse_duplicates)
         except json.JSONDecodeError:
-            found = _parse_hjson(text)
-        if not isinstance(found, dict):
+            config = _parse_hjson(text)
+        if not isinstance(config, dict):
             raise ValueError("is not a mapping of keys to values")
-        return dict(document.copy_as_json(found))
+        return dict(document.copy_as_json(config))
     except RecursionError:
         raise ValueError("is nested too deeply") from None
 
@@ -84,12 +84,12 @@ def _parse_hjson(text: str) -> Any:
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Make a mapping; refuse duplicate keys, as DeepSpeed does."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         twice = ", ".join(key for key, count in counts.items() if count > 1)
         raise ValueError(f"repeats a key, which DeepSpeed refuses: {twice}. Keep one of them")
-    return found
+    return mapping
 
 
 # Sections that dsat reads, by dotted path.
@@ -143,9 +143,9 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
     """Merge `overrides` into a copy of `base`: mappings key by key, other values replaced."""
     merged = {}
     for key, value in {**base, **overrides}.items():
-        own = base.get(key)
-        if key in overrides and isinstance(value, Mapping) and isinstance(own, Mapping):
-            merged[key] = merge(own, value)
+        inner = base.get(key)
+        if key in overrides and isinstance(value, Mapping) and isinstance(inner, Mapping):
+            merged[key] = merge(inner, value)
         else:
             merged[key] = _copy(value)
     return merged
@@ -187,23 +187,23 @@ def fill_in_sizes(zero: Mapping[str, Any], hidden_size: int | None) -> dict[str,
     }
 
 
-def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the settings of all sections, keyed by dotted path."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
-            found |= flat(value, f"{above}{key}.")
+            settings |= flat(value, f"{prefix}{key}.")
         else:
-            found[above + key] = value
-    return found
+            settings[prefix + key] = value
+    return settings
 
 
 def at(config: Mapping[str, Any], path: str) -> Any:
     """Return the setting at a dotted path; None if it is missing."""
-    found: Any = config
+    value: Any = config
     for key in path.split("."):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def check_groups(config: Mapping[str, Any], slots: int, *, where: str) -> None:
@@ -265,12 +265,12 @@ def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> Batch
     refuse_zenflow(config, where=where)
     shared = parallelism.read_parallelism(config)
     counted = slots // shared.sequence  # DeepSpeed's count, which ignores AutoTP here
-    given = {
+    sizes = {
         key: whole_number(config[key], f"{where}: {key}")
         for key in BATCH_KEYS
         if config.get(key, AUTO) not in (None, AUTO)
     }
-    total, micro, gas = (given.get(key) for key in BATCH_KEYS)
+    total, micro, gas = (sizes.get(key) for key in BATCH_KEYS)
     if total is None and micro is None:
         problem = "neither train_batch_size nor train_micro_batch_size_per_gpu is given"
         hint = 'Add one of them, for example "train_micro_batch_size_per_gpu": 1.'
@@ -287,12 +287,12 @@ def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> Batch
         gas = 1 if total is None else total // max(1, micro * counted)
     total = total or micro * gas * counted
     if total != micro * gas * counted or min(total, micro, gas) < 1:
-        said = " and ".join(f"{key} {value}" for key, value in given.items())
+        listed = " and ".join(f"{key} {value}" for key, value in sizes.items())
         how, hint = "contradict each other", "Correct or delete one of these settings."
-        if len(given) == 1:
+        if len(sizes) == 1:
             how, hint = "is impossible", "Correct it."
         raise UserInputError(
-            f"{said} {how} on {count(slots, 'device')}: train_batch_size must be "
+            f"{listed} {how} on {count(slots, 'device')}: train_batch_size must be "
             "train_micro_batch_size_per_gpu x gradient_accumulation_steps x devices"
             + (f" / {SEQUENCE_SIZE}" if shared.sequence > 1 else ""),
             where=where,
@@ -301,14 +301,14 @@ def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> Batch
     return BatchTriple(total // shared.tensor, micro, gas, shared)
 
 
-def did_you_mean(word: object, known: Iterable[str], likeness: float = 0.6) -> str:
+def did_you_mean(word: object, words: Iterable[str], likeness: float = 0.6) -> str:
     """Return a sentence that suggests the most similar known word; empty if none is similar.
 
     `likeness` is the minimum similarity, up to 1 (`difflib.SequenceMatcher.ratio`).
     """
     import difflib
 
-    near = difflib.get_close_matches(str(word), sorted(known), n=1, cutoff=likeness)
+    near = difflib.get_close_matches(str(word), sorted(words), n=1, cutoff=likeness)
     return f"Did you mean {near[0]!r}? " if near else ""
 
 
@@ -326,9 +326,9 @@ def data_types(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
     model = next((name for name, enabled in flags.items() if enabled is True), None)
     if model is None and AUTO not in flags.values():
         model = "fp32"
-    kept = str(at(config, "data_types.grad_accum_dtype")).removeprefix("torch.")
-    kept = _TYPES.get(kept, kept)
-    return _TYPES.get(str(model), model), kept if kept in _TYPES.values() else None
+    gradients = str(at(config, "data_types.grad_accum_dtype")).removeprefix("torch.")
+    gradients = _TYPES.get(gradients, gradients)
+    return _TYPES.get(str(model), model), gradients if gradients in _TYPES.values() else None
 
 
 def least_stage(config: Mapping[str, Any], version: str | None = None) -> int:
@@ -360,12 +360,12 @@ def prepare_for_training(
     It has a ZeRO section (accelerate 1.15 requires one; DeepSpeed's default is stage 0). It has no
     autotuning section, and no global batch size that is null.
     """
-    found = merge(config, overrides or {})
-    found.pop(AUTOTUNING, None)
-    found["zero_optimization"] = found.get("zero_optimization") or {"stage": 0}
-    if found.get(BATCH_KEYS[0], AUTO) is None:
-        del found[BATCH_KEYS[0]]
-    return found
+    prepared = merge(config, overrides or {})
+    prepared.pop(AUTOTUNING, None)
+    prepared["zero_optimization"] = prepared.get("zero_optimization") or {"stage": 0}
+    if prepared.get(BATCH_KEYS[0], AUTO) is None:
+        del prepared[BATCH_KEYS[0]]
+    return prepared
 
 
 def drop_batch_sizes(config: Mapping[str, Any]) -> dict[str, Any]:

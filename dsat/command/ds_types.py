@@ -43,33 +43,33 @@ _INTEGER = re.compile(r"\s*(\+?\d+(?:_\d+)*)(?:\.0+)?\s*", re.ASCII)
 
 def normalize(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration with the current names and the types of DeepSpeed's settings."""
-    found = _use_current_names(config)
-    return {key: _convert(value) if key in _MODELS else value for key, value in found.items()}
+    renamed = _use_current_names(config)
+    return {key: _convert(value) if key in _MODELS else value for key, value in renamed.items()}
 
 
 def _convert(value: Any, key: str = "") -> Any:
     if isinstance(value, Mapping):
-        return {name: _convert(each, name) for name, each in value.items()}
+        return {name: _convert(part, name) for name, part in value.items()}
     if isinstance(value, list):
-        return [_convert(each, key) for each in value]
+        return [_convert(part, key) for part in value]
     if key in _FLAGS:
         return _TRUTHS.get(str(value).lower(), value)
     is_text = key in (*SIZES, "stage", "autotp_size") and isinstance(value, str)
-    found = _INTEGER.fullmatch(value) if is_text and len(value) < 20 else None
-    return int(found[1]) if found else value
+    match = _INTEGER.fullmatch(value) if is_text and len(value) < 20 else None
+    return int(match[1]) if match else value
 
 
 def _use_current_names(config: Mapping[str, Any]) -> dict[str, Any]:
     zero = config.get("zero_optimization")
     if not isinstance(zero, Mapping):
         return dict(config)
-    found = {}
+    renamed = {}
     for key, value in zero.items():
         name = _CURRENT_NAMES.get(key, key)
         if name in zero:  # if both names are given, both stay, and DeepSpeed refuses them
-            found[key] = value
+            renamed[key] = value
         elif not key.startswith("cpu_offload"):
-            found[name] = value
+            renamed[name] = value
         elif value:
-            found[name] = {"device": "cpu"}
-    return {**config, "zero_optimization": found}
+            renamed[name] = {"device": "cpu"}
+    return {**config, "zero_optimization": renamed}

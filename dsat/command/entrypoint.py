@@ -105,11 +105,11 @@ class Entrypoint(Recorded):
         added at the end, or with `flag_leads` in front.
         """
 
-        def adapt(own: Sequence[str]) -> tuple[str, ...]:
+        def adapt(words: Sequence[str]) -> tuple[str, ...]:
             if not self.launch.config_is_word:
-                own = script_args.replace_config(own, path, self.config_word)
+                words = script_args.replace_config(words, path, self.config_word)
             add = self.takes_hf_flags
-            args = script_args.adapt_to_trial(own, config, switches, arg_mappings, add=add)
+            args = script_args.adapt_to_trial(words, config, switches, arg_mappings, add=add)
             for key, flag in flags.items():
                 if flag_leads and script_args.value_of(args, flag) is None:
                     args = (flag, str(config[key]), *args)
@@ -154,29 +154,29 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path, python: str = "") ->
         raise UserInputError("names no program", where=_WHERE, hint=_FORMS)
     if python and _PYTHON.fullmatch(Path(words[0]).name):
         words[0] = "python3"
-    found = replace(_command(words), interpreter=python)
-    if found.launch.hosts:
+    program = replace(_command(words), interpreter=python)
+    if program.launch.hosts:
         env |= placement.read_exported_variables(model_dir)
-    if found.script and not (model_dir / found.script).is_file():
+    if program.script and not (model_dir / program.script).is_file():
         raise UserInputError(
-            f"there is no file {found.script!r} in the folder {str(model_dir)!r}",
+            f"there is no file {program.script!r} in the folder {str(model_dir)!r}",
             where=_WHERE,
             hint="Go to the folder where it is, or give its path from here.",
         )
-    return replace(found, env=env, takes_hf_flags=parses_hf_arguments(found, model_dir))
+    return replace(program, env=env, takes_hf_flags=parses_hf_arguments(program, model_dir))
 
 
 def drop_autotuning(words: Sequence[str]) -> list[str]:
     """Return a command without `--autotuning` of DeepSpeed's launcher, which dsat replaces."""
     names = [Path(word).name for word in words]
-    script = next((at for at, name in enumerate(names) if name.endswith(".py")), len(words))
+    script = next((i for i, name in enumerate(names) if name.endswith(".py")), len(words))
     options = list(words[:script])
     if DEEPSPEED in names[:script]:
-        for at in reversed(range(script)):
-            if options[at] == "--autotuning":
-                del options[at : at + 2]
-            elif options[at].startswith("--autotuning="):
-                del options[at]
+        for i in reversed(range(script)):
+            if options[i] == "--autotuning":
+                del options[i : i + 2]
+            elif options[i].startswith("--autotuning="):
+                del options[i]
     return [*options, *words[script:]]
 
 
@@ -291,8 +291,8 @@ def _command(words: list[str]) -> Entrypoint:
 def _is_this_python(word: str) -> bool:
     """Return whether a word denotes the Python that runs dsat, in the same environment."""
     if os.sep in word:
-        found, here = shutil.which(word), os.path.dirname(sys.executable)
-        if found is None or not os.path.samefile(os.path.dirname(found), here):
+        path, folder = shutil.which(word), os.path.dirname(sys.executable)
+        if path is None or not os.path.samefile(os.path.dirname(path), folder):
             return False
     major, minor = sys.version_info[:2]
     version = os.path.basename(word).removeprefix("python")
@@ -337,24 +337,24 @@ def _determined(launcher: str, words: list[str]) -> Entrypoint:
     flag, equals, name = words[0].partition("=")
     rest = [name, *words[1:]] if equals else words[1:]
     if flag != "--trial":
-        found = _command(words)
+        program = _command(words)
     elif len(rest) == 1:
-        found = Entrypoint(trial_class=rest[0])
+        program = Entrypoint(trial_class=rest[0])
     else:
         raise UserInputError("--trial takes exactly one module:Class", where=_WHERE, hint=_FORMS)
-    return replace(found, launcher=TORCHRUN) if is_torch else found
+    return replace(program, launcher=TORCHRUN) if is_torch else program
 
 
 def _deepspeed(words: list[str]) -> Entrypoint:
-    options, found = _split_launcher(DEEPSPEED, words)
+    options, program = _split_launcher(DEEPSPEED, words)
     slots, launch = placement.read_options(options)
-    return replace(found, slots=slots, launch=launch)
+    return replace(program, slots=slots, launch=launch)
 
 
 def _torchrun(words: list[str]) -> Entrypoint:
-    options, found = _split_launcher(TORCHRUN, words)
+    options, program = _split_launcher(TORCHRUN, words)
     slots, launch = placement.read_torchrun_options(options)
-    return replace(found, slots=slots, launch=launch)
+    return replace(program, slots=slots, launch=launch)
 
 
 def _split_launcher(launcher: str, words: list[str]) -> tuple[dict[str, str], Entrypoint]:
@@ -382,7 +382,7 @@ def _split_launcher(launcher: str, words: list[str]) -> tuple[dict[str, str], En
     if not rest:
         raise UserInputError(f"names no script after {launcher}", where=_WHERE, hint=_FORMS)
     if options.keys() & {"--no_python", "--no-python"}:
-        found = _command(rest)
+        program = _command(rest)
     else:
-        found = _program(["-m", *rest] if options.keys() & {"--module", "-m"} else rest)
-    return options, replace(found, launcher=launcher)
+        program = _program(["-m", *rest] if options.keys() & {"--module", "-m"} else rest)
+    return options, replace(program, launcher=launcher)

@@ -113,8 +113,8 @@ def read(config: Path, model_dir: Path, includes: Sequence[Path] = ()) -> Experi
     overrides, listed_over = value_lists.split(overrides, where=key)
     listed = {**listed, **listed_over}
     if listed:  # the script must not read the lists
-        own = {OVERWRITE_KEY: overrides} if overrides else {}
-        hparams = {**hparams, CONFIG_KEY: ds_config.prepare_for_training(ds), **own}
+        overwrite = {OVERWRITE_KEY: overrides} if overrides else {}
+        hparams = {**hparams, CONFIG_KEY: ds_config.prepare_for_training(ds), **overwrite}
     _check_searcher(data, where)
     slots = ds_config.at(data, _SLOTS)
     return Experiment(
@@ -220,9 +220,9 @@ def trial_hparams(
 
     `overrides` are the trial's DeepSpeed settings, `switches` its values of script switches.
     """
-    own = hparams.get(OVERWRITE_KEY) or {}
-    found = {**hparams, OVERWRITE_KEY: ds_config.merge(own, overrides)}
-    return {**found, DSAT_SWITCHES_KEY: dict(switches)} if switches else found
+    overwrite = hparams.get(OVERWRITE_KEY) or {}
+    merged = {**hparams, OVERWRITE_KEY: ds_config.merge(overwrite, overrides)}
+    return {**merged, DSAT_SWITCHES_KEY: dict(switches)} if switches else merged
 
 
 def length_of_full_run(config: Mapping[str, Any]) -> int:
@@ -251,9 +251,9 @@ def _hyperparameters(data: Mapping[str, Any], where: str) -> dict[str, Any]:
             hint=f"Add the path of your DeepSpeed configuration, for example {CONFIG_KEY}: "
             "ds_config.json.",
         )
-    found = {str(key): _constant(value, f"{where}.{key}") for key, value in hparams.items()}
-    inline = {key: found.get(key) for key in (CONFIG_KEY, OVERWRITE_KEY)}
-    return found | {
+    constants = {str(key): _constant(value, f"{where}.{key}") for key, value in hparams.items()}
+    inline = {key: constants.get(key) for key in (CONFIG_KEY, OVERWRITE_KEY)}
+    return constants | {
         key: normalize(value) for key, value in inline.items() if isinstance(value, Mapping)
     }
 
@@ -308,10 +308,10 @@ def _check_searcher(data: Mapping[str, Any], where: str) -> None:
 
 
 def _environment(data: Mapping[str, Any], where: str) -> dict[str, str]:
-    given = ds_config.at(data, "environment.environment_variables") or []
+    listed = ds_config.at(data, "environment.environment_variables") or []
     where = f"{where}: environment.environment_variables"
     # Variables may be listed by kind of device. All lists count, as a machine has one kind only.
-    parts = [part or [] for part in given.values()] if isinstance(given, Mapping) else [given]
+    parts = [part or [] for part in listed.values()] if isinstance(listed, Mapping) else [listed]
     env = {}
     for part in parts:
         if not isinstance(part, list):

@@ -69,14 +69,14 @@ def _find_on_hub(model: str) -> Path:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     where = f"--model {model}"
-    missing = UserInputError("there is no such file or folder", where=where)
+    not_found = UserInputError("there is no such file or folder", where=where)
     if model.endswith(_SUFFIX):
-        raise missing
+        raise not_found
     try:
         cached = try_to_load_from_cache(model, CONFIG_FILE)
         return Path(cached if isinstance(cached, str) else hf_hub_download(model, CONFIG_FILE))
     except HFValidationError:  # the text is a path, not an id
-        raise missing from None
+        raise not_found from None
     except LocalEntryNotFoundError:
         raise UserInputError(
             "is not a file or folder, and the Hugging Face Hub is offline or cannot be reached",
@@ -93,7 +93,7 @@ def _find_on_hub(model: str) -> Path:
         ) from None
 
 
-def ds_config(dtype: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
+def ds_config(dtype: str | None, config: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the user's DeepSpeed configuration with usual values, and drop its scheduler.
 
     Usual values replace "auto". Other "auto" settings are dropped, except for sizes that
@@ -106,24 +106,24 @@ def ds_config(dtype: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UserInputError: `dtype` contradicts the user's configuration.
     """
-    own, _ = configs.data_types(given)
-    differs = own in _PRECISIONS and own != dtype
-    if dtype is not None and (differs or configs.at(given, f"{dtype}.enabled") is False):
+    dtype_of_config, _ = configs.data_types(config)
+    differs = dtype_of_config in _PRECISIONS and dtype_of_config != dtype
+    if dtype is not None and (differs or configs.at(config, f"{dtype}.enabled") is False):
         raise UserInputError(
             "contradicts the precision in --ds-config",
             where=f"--dtype {dtype}",
             hint="Make both the same, or remove --dtype.",
         )
-    auto = [name for name in _PRECISIONS if configs.at(given, f"{name}.enabled") == configs.AUTO]
-    chosen = dtype or own or (auto or _PRECISIONS)[0]
+    auto = [name for name in _PRECISIONS if configs.at(config, f"{name}.enabled") == configs.AUTO]
+    precision = dtype or dtype_of_config or (auto or _PRECISIONS)[0]
     usual: dict[str, Any] = {
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        **{name: {"enabled": name == chosen} for name in _PRECISIONS},
+        **{name: {"enabled": name == precision} for name in _PRECISIONS},
     }
     total, *sizes = configs.BATCH_KEYS
-    if not isinstance(given.get(total), int):  # else the global batch implies the other sizes
+    if not isinstance(config.get(total), int):  # else the global batch implies the other sizes
         usual |= dict.fromkeys(sizes, 1)
-    merged = configs.merge(usual, configs.fill_in_auto(given, usual))
+    merged = configs.merge(usual, configs.fill_in_auto(config, usual))
     merged.pop("scheduler", None)  # takes no memory, but would need the training's length
     return _without_auto(merged)
 

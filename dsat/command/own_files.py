@@ -125,13 +125,13 @@ class Answer:
 
     def values(self, form: Form) -> dict[str, Any]:
         sizes = {form.micro_batch: self.config.get(_MICRO_BATCH), _GAS: self.config.get(_GAS)}
-        found = {key: value for key, value in sizes.items() if isinstance(value, int)}
+        values = {key: value for key, value in sizes.items() if isinstance(value, int)}
         keys = {form.key_of(name): value for name, value in self.switches.items()}
-        found |= {key: value for key, value in keys.items() if key is not None}
+        values |= {key: value for key, value in keys.items() if key is not None}
         for name, key in form.opposites.items():
             if isinstance(value := self.switches.get(name), bool):
-                found[key] = not value
-        return found
+                values[key] = not value
+        return values
 
 
 def rewrite_command(words: Sequence[str], folder: Path, answer: Answer) -> Rewriting | None:
@@ -139,8 +139,8 @@ def rewrite_command(words: Sequence[str], folder: Path, answer: Answer) -> Rewri
 
     Returns None if no argument, file or launcher takes the DeepSpeed configuration.
     """
-    found = Rewriting(words, folder, answer)
-    return found if found.takes_config else None
+    rewriting = Rewriting(words, folder, answer)
+    return rewriting if rewriting.takes_config else None
 
 
 def form_of_training(words: Sequence[str], folder: Path) -> Form | None:
@@ -170,13 +170,13 @@ class Rewriting:
 
     def _replace(self, position: int) -> Form | None:
         """Replace a file in the command by its copy; return its kind, or None for other words."""
-        word, before = self.words[position], self.words[position - 1]
-        if position and before.replace("-", "_") == f"__{_ACCELERATE}":
+        word, previous = self.words[position], self.words[position - 1]
+        if position and previous.replace("-", "_") == f"__{_ACCELERATE}":
             self.words[position] = self._accelerate_file(word)
         elif _is_file(word, self._folder):
-            named = script_args.path_in(word)
-            copy, form = self._copy(self._folder / named)
-            self.words[position] = word.removesuffix(named) + (copy or named)
+            name = script_args.path_in(word)
+            copy, form = self._copy(self._folder / name)
+            self.words[position] = word.removesuffix(name) + (copy or name)
             return form
         return None
 
@@ -185,13 +185,13 @@ class Rewriting:
         data, best = _load(path), str(self._answer.path)
         form = _form_of(data, self._folder, path.parent)
         if form is not None:
-            if (own := data.get(_CONFIG)) and not self._answer.by_accelerate:
-                data[_CONFIG] = dict(self._answer.config) if isinstance(own, Mapping) else best
+            if (config := data.get(_CONFIG)) and not self._answer.by_accelerate:
+                data[_CONFIG] = dict(self._answer.config) if isinstance(config, Mapping) else best
                 self.takes_config = True
             values = _rename_checkpointing(self._answer.values(form), data)
             data.update({k: v for k, v in values.items() if k in data or not form.is_strict})
-            if isinstance(named := data.get(_ACCELERATE), str):
-                data[_ACCELERATE] = self._accelerate_file(named)
+            if isinstance(reference := data.get(_ACCELERATE), str):
+                data[_ACCELERATE] = self._accelerate_file(reference)
         elif _is_of_accelerate(data):
             data.pop("mixed_precision", None)
             section = data.get(_SECTION)
@@ -208,23 +208,23 @@ class Rewriting:
 
     def _name_of_copy(self, path: Path) -> str:
         """Return a file's name, with a number if another copied file has the same name."""
-        others = {name for own, name in self._names.items() if own != path}
+        taken_names = {name for other, name in self._names.items() if other != path}
         numbered = (f"{path.stem}-{number}{path.suffix}" for number in itertools.count(2))
         names = itertools.chain([path.name], numbered)
-        return self._names.setdefault(path, next(name for name in names if name not in others))
+        return self._names.setdefault(path, next(name for name in names if name not in taken_names))
 
-    def _accelerate_file(self, named: str) -> str:
+    def _accelerate_file(self, name: str) -> str:
         """Copy accelerate's configuration, named by path or as in TRL; return the copy's path."""
-        path = self._folder / named
+        path = self._folder / name
         trl = None if path.is_file() else importlib.util.find_spec("trl")
         if trl is not None and trl.origin is not None:
-            path = Path(trl.origin).parent / "accelerate_configs" / f"{named}.yaml"
-        return (self._copy(path)[0] if path.is_file() else "") or named
+            path = Path(trl.origin).parent / "accelerate_configs" / f"{name}.yaml"
+        return (self._copy(path)[0] if path.is_file() else "") or name
 
     def _override(self, form: Form) -> None:
         """Change the flags and LLaMA-Factory's `key=value` words that would override the file."""
-        given = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in self.words]
-        values = _rename_checkpointing(self._answer.values(form), given)
+        names = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in self.words]
+        values = _rename_checkpointing(self._answer.values(form), names)
         values = {k: json.dumps(v) if isinstance(v, Mapping) else v for k, v in values.items()}
         if not self._answer.by_accelerate:
             values[_CONFIG] = str(self._answer.path)
@@ -262,9 +262,9 @@ class Rewriting:
         self.takes_config = True
 
 
-def _rename_checkpointing(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """Use transformers' newer names for activation checkpointing if the names in `given` do."""
-    if not any(name.startswith(NEWER_CHECKPOINTING) for name in given):
+def _rename_checkpointing(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """Use transformers' newer names for activation checkpointing if `names` do."""
+    if not any(name.startswith(NEWER_CHECKPOINTING) for name in names):
         return dict(values)
     return {
         re.sub(f"^{CHECKPOINTING}", NEWER_CHECKPOINTING, name): value
@@ -293,7 +293,7 @@ def _is_of_accelerate(data: Any) -> bool:
 def _form_of(data: Any, *folders: Path) -> Form | None:
     if not isinstance(data, dict) or _is_of_accelerate(data):
         return None
-    found = next(
+    form = next(
         (
             form
             for form in FORMS
@@ -301,13 +301,13 @@ def _form_of(data: Any, *folders: Path) -> Form | None:
         ),
         None,
     )
-    if found is not OTHER:
-        return found
-    own = data.get(_CONFIG)  # this key may mean something else in a script's own file
-    if isinstance(own, Mapping):
-        return found if own.keys() & _OF_DEEPSPEED else None
-    paths = [os.path.join(folder, os.path.expanduser(str(own))) for folder in folders]
-    return found if any(map(os.path.isfile, paths)) else None
+    if form is not OTHER:
+        return form
+    config = data.get(_CONFIG)  # this key may mean something else in a script's own file
+    if isinstance(config, Mapping):
+        return form if config.keys() & _OF_DEEPSPEED else None
+    paths = [os.path.join(folder, os.path.expanduser(str(config))) for folder in folders]
+    return form if any(map(os.path.isfile, paths)) else None
 
 
 def _files(text: str) -> YAML:

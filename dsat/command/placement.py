@@ -105,10 +105,10 @@ def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
         core_list=parse_cores(options.get("--bind_core_list", "")),
         passes_local_rank="--no_local_rank" not in options,
     )
-    named = options.get("--hostfile") or options.get("-H")
-    hostfile = Path(named or _HOSTFILE)
-    if named and not hostfile.is_file():
-        _log.warning("there is no hostfile %s: as with DeepSpeed, ranks run on this machine", named)
+    path = options.get("--hostfile") or options.get("-H")
+    hostfile = Path(path or _HOSTFILE)
+    if path and not hostfile.is_file():
+        _log.warning("there is no hostfile %s: as with DeepSpeed, ranks run on this machine", path)
     hosts = read(hostfile)
     if len(hosts) > 1:
         return None, replace(
@@ -121,8 +121,8 @@ def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
     nodes = read_count(options, _NODES) or 1
     used, unused = read_devices(options, "--include", "-i"), read_devices(options, *_EXCLUDE)
     slots = read_count(options, "--num_gpus", "--num_accelerators") or len(used) or None
-    if slots is None and (of_host := next(iter(hosts.values()), None)):
-        slots = len(set(range(of_host)).difference(unused)) or None
+    if slots is None and (host_slots := next(iter(hosts.values()), None)):
+        slots = len(set(range(host_slots)).difference(unused)) or None
     launch = replace(launch, devices=used, not_devices=unused, nodes=nodes, takes_all=slots is None)
     return slots and nodes * slots, launch
 
@@ -132,11 +132,11 @@ def read_torchrun_options(options: Mapping[str, str]) -> tuple[int | None, Launc
 
     Raises UserInputError if the number of machines is not fixed.
     """
-    given = options.get("--nnodes", "1")
-    least, _, most = given.partition(":")
+    nnodes = options.get("--nnodes", "1")
+    least, _, most = nnodes.partition(":")
     if not _COUNT.fullmatch(least) or most not in ("", least):
         raise UserInputError(
-            f"--nnodes {given}: all trials must run on the same number of machines",
+            f"--nnodes {nnodes}: all trials must run on the same number of machines",
             where=_WHERE,
             hint="Give one number.",
         )
@@ -152,16 +152,16 @@ def read_exported_variables(folder: Path) -> dict[str, str]:
     PYTHONPATH begins with `folder`, where the launcher starts.
     """
     path = [str(folder.resolve()), *filter(None, [os.environ.get("PYTHONPATH")])]
-    found = {"PYTHONPATH": os.pathsep.join(path)}
-    for above in (home(), folder):
-        file = above / os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+    variables = {"PYTHONPATH": os.pathsep.join(path)}
+    for parent in (home(), folder):
+        file = parent / os.environ.get("DS_ENV_FILE", ".deepspeed_env")
         text = file.read_text("utf-8", "surrogateescape") if file.is_file() else ""
-        found |= {
+        variables |= {
             name.strip(): value.strip()
             for name, equals, value in (line.partition("=") for line in text.splitlines())
             if equals
         }
-    return found
+    return variables
 
 
 def read(path: Path) -> dict[str, int | None]:
@@ -169,9 +169,9 @@ def read(path: Path) -> dict[str, int | None]:
 
     A number is None if missing. Raises UserInputError for an invalid line or a repeated machine.
     """
-    found: dict[str, int | None] = {}
+    slots_by_machine: dict[str, int | None] = {}
     if not path.is_file():
-        return found
+        return slots_by_machine
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         machine = line.partition("#")[0].strip()
         if not machine:
@@ -184,12 +184,12 @@ def read(path: Path) -> dict[str, int | None]:
                 hint="Write, for example, NAME slots=8.",
             )
         name, slots = match.groups()
-        if name in found:
+        if name in slots_by_machine:
             raise UserInputError(
                 f"lists {name} twice", where=str(path), hint="Remove one of the lines."
             )
-        found[name] = int(slots) if slots else None
-    return found
+        slots_by_machine[name] = int(slots) if slots else None
+    return slots_by_machine
 
 
 def choose_machines(
@@ -199,41 +199,41 @@ def choose_machines(
 
     Raises UserInputError for a missing machine or device, for no machine, and for unequal machines.
     """
-    there = {name: tuple(range(n or 0)) for name, n in machines.items()}
-    included = _filter(path, there, options, "--include", "-i")
-    excluded = _filter(path, there, options, *_EXCLUDE)
-    chosen = included or there
+    positions = {name: tuple(range(n or 0)) for name, n in machines.items()}
+    included = _filter(path, positions, options, "--include", "-i")
+    excluded = _filter(path, positions, options, *_EXCLUDE)
+    choice = included or positions
     # Keep the order of the hostfile, whose first machine has rank 0 and `--master_addr`.
-    found = {name: chosen[name] or slots for name, slots in there.items() if name in chosen}
-    found = {
+    hosts = {name: choice[name] or slots for name, slots in positions.items() if name in choice}
+    hosts = {
         name: tuple(slot for slot in slots if slot not in excluded.get(name, ()))
-        for name, slots in found.items()
+        for name, slots in hosts.items()
         if excluded.get(name) != ()
     }
-    found = {name: slots for name, slots in found.items() if slots or machines[name] is None}
+    hosts = {name: slots for name, slots in hosts.items() if slots or machines[name] is None}
     nodes = read_count(options, _NODES)
     gpus = read_count(options, "--num_gpus", "--num_accelerators")
     if nodes is not None:
-        if nodes > len(found):
+        if nodes > len(hosts):
             raise UserInputError(
-                f"{_NODES} {nodes}: the hostfile ({path}) leaves only {len(found)} machines",
+                f"{_NODES} {nodes}: the hostfile ({path}) leaves only {len(hosts)} machines",
                 where=_WHERE,
             )
-        found = dict(itertools.islice(found.items(), nodes))
+        hosts = dict(itertools.islice(hosts.items(), nodes))
     if gpus is not None:
-        found = {name: tuple(range(gpus)) for name in found}
-    if not found:
+        hosts = {name: tuple(range(gpus)) for name in hosts}
+    if not hosts:
         raise UserInputError(f"--include and --exclude leave no machine of {path}", where=_WHERE)
-    first, *others = found
-    for name in others:
-        if len(found[name]) != len(found[first]):
+    first, *rest = hosts
+    for name in rest:
+        if len(hosts[name]) != len(hosts[first]):
             raise UserInputError(
-                f"{path} lists {_slots_text(found[first])} for {first} and "
-                f"{_slots_text(found[name])} for {name}, but all machines need the same number",
+                f"{path} lists {_slots_text(hosts[first])} for {first} and "
+                f"{_slots_text(hosts[name])} for {name}, but all machines need the same number",
                 where=_WHERE,
                 hint="Make the numbers equal with slots=N, --include or --num_gpus.",
             )
-    return found
+    return hosts
 
 
 def read_devices(options: Mapping[str, str], *names: str) -> tuple[int, ...]:
@@ -243,36 +243,36 @@ def read_devices(options: Mapping[str, str], *names: str) -> tuple[int, ...]:
     UserInputError for any other form, or for several machines.
     """
     for name in names:
-        given = options.get(name, "")
-        if "@" in given:
+        value = options.get(name, "")
+        if "@" in value:
             raise UserInputError(
-                f"{name} {given} names {given.count('@') + 1} machines, but trials run on this one",
+                f"{name} {value} names {value.count('@') + 1} machines, but trials run on this one",
                 where=_WHERE,
                 hint="Use --num_gpus instead.",
             )
-        if given and (positions := _positions(name, given)[1]):
+        if value and (positions := _positions(name, value)[1]):
             return positions
     return ()
 
 
-def parse_cores(given: str) -> tuple[int, ...]:
+def parse_cores(text: str) -> tuple[int, ...]:
     """Parse `--bind_core_list`: ascending numbers and ranges, such as `0,2-4`.
 
     This follows `parse_range_list` of deepspeed/utils/numa.py (0.19.8). Raises UserInputError for
     any other form.
     """
-    found: list[int] = []
-    for part in given.split(",") if given else ():
+    cores: list[int] = []
+    for part in text.split(",") if text else ():
         match = re.fullmatch(r"(\d{1,5})(?:-(\d{1,5}))?", part, re.ASCII)
         span = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
-        if not span or span[0] <= max(found, default=-1):
+        if not span or span[0] <= max(cores, default=-1):
             raise UserInputError(
-                f"--bind_core_list {given}: must be ascending numbers and ranges",
+                f"--bind_core_list {text}: must be ascending numbers and ranges",
                 where=_WHERE,
                 hint="Write, for example, 0,2-4.",
             )
-        found += span
-    return tuple(found)
+        cores += span
+    return tuple(cores)
 
 
 def read_count(options: Mapping[str, str], *names: str) -> int | None:
@@ -280,46 +280,46 @@ def read_count(options: Mapping[str, str], *names: str) -> int | None:
 
     Raises UserInputError if a value is not a whole number.
     """
-    given = [(name, options[name]) for name in names if name in options]
-    for name, text in given:
+    values = [(name, options[name]) for name in names if name in options]
+    for name, text in values:
         if not _COUNT.fullmatch(text.removeprefix("-")):
             raise UserInputError(f"{name} {text}: expected a whole number", where=_WHERE)
-    return next((int(text) for _, text in given if int(text) > 0), None)
+    return next((int(text) for _, text in values if int(text) > 0), None)
 
 
-def _positions(option: str, given: str) -> tuple[str, tuple[int, ...]]:
+def _positions(option: str, choice: str) -> tuple[str, tuple[int, ...]]:
     """Parse `NAME[:SLOT[,SLOT ..]]` into a machine and the positions of its devices."""
-    name, colon, slots = given.partition(":")
+    name, colon, slots = choice.partition(":")
     numbers = [number.strip() for number in slots.split(",")] if colon else []
     if not all(map(_COUNT.fullmatch, numbers)):
         raise UserInputError(
-            f"{option} {given}: expected NAME:SLOT,SLOT, such as localhost:0,1", where=_WHERE
+            f"{option} {choice}: expected NAME:SLOT,SLOT, such as localhost:0,1", where=_WHERE
         )
     return name.strip(), tuple(sorted({int(number) for number in numbers}))
 
 
 def _filter(
-    path: Path, there: Mapping[str, tuple[int, ...]], options: Mapping[str, str], *names: str
+    path: Path, machines: Mapping[str, tuple[int, ...]], options: Mapping[str, str], *names: str
 ) -> dict[str, tuple[int, ...]]:
     """Parse `--include` or `--exclude`, `NAME[:SLOT,..][@NAME ..]`, into positions by machine."""
-    found: dict[str, tuple[int, ...]] = {}
+    positions: dict[str, tuple[int, ...]] = {}
     for option in names:
-        for given in filter(None, options.get(option, "").split("@")):
-            name, slots = _positions(option, given)
-            if name not in there:
+        for choice in filter(None, options.get(option, "").split("@")):
+            name, slots = _positions(option, choice)
+            if name not in machines:
                 raise UserInputError(
-                    f"{option} {given}: {path} has no machine {name}", where=_WHERE
+                    f"{option} {choice}: {path} has no machine {name}", where=_WHERE
                 )
-            unknown = option in _EXCLUDE and not there[name]
-            missing = [
-                slot for slot in slots if slot not in there[name] and (there[name] or unknown)
+            unknown = option in _EXCLUDE and not machines[name]
+            absent = [
+                slot for slot in slots if slot not in machines[name] and (machines[name] or unknown)
             ]
-            if missing:
+            if absent:
                 raise UserInputError(
-                    f"{option} {given}: {path} lists no slot {missing[0]} for {name}", where=_WHERE
+                    f"{option} {choice}: {path} lists no slot {absent[0]} for {name}", where=_WHERE
                 )
-            found[name] = slots
-    return found
+            positions[name] = slots
+    return positions
 
 
 def _slots_text(slots: tuple[int, ...]) -> str:

@@ -124,14 +124,14 @@ def recognise_program(
     first = ranks[0]
     needs_command = _why_only_command(first)
     (program, flag), *others = (_program_of(rank, is_made=bool(needs_command)) for rank in ranks)
-    own, *its = (_difference(rank.env, env) for rank in ranks)
+    own_env, *rest = (_difference(rank.env, env) for rank in ranks)
     if needs_command:
         pass
     elif flag == _DASHED_LOCAL_RANK:
         needs_command = f"the launcher passes {flag} to each rank"
     elif any(other != (program, flag) for other in others):
         needs_command = "they have different arguments"
-    elif any(own[name] != each[name] for each in its for name in own.keys() & each.keys()):
+    elif any(own_env[name] != env[name] for env in rest for name in own_env.keys() & env.keys()):
         needs_command = "they have different environment variables"
     bound = _bound_cores(ranks, cores) if flag == _LOCAL_RANK else ()
     is_mine = (first.prefix, first.version) == (sys.prefix, tuple(sys.version_info[:2]))
@@ -144,7 +144,7 @@ def recognise_program(
             other_args=tuple(sorted({other.args for other, _ in others} - {program.args})),
         ),
         env={
-            **{n: v for n, v in own.items() if all(each.get(n) == v for each in its)},
+            **{n: v for n, v in own_env.items() if all(env.get(n) == v for env in rest)},
             **_chosen_devices(ranks, env),
         },
         interpreter="" if is_mine else first.executable,
@@ -182,8 +182,8 @@ def _bound_cores(ranks: Sequence[RankStart], cores: Collection[int]) -> tuple[in
 
 def _why_only_command(first: RankStart) -> str:
     """Return why only the command can start a rank; empty if dsat can start it directly."""
-    if made := _why_created_by_python(first):
-        return made
+    if reason := _why_created_by_python(first):
+        return reason
     _, program = split_interpreter(first.command[1:])
     if program[:1] in ([], ["-c"], ["-"]):
         return "the program is not in a file (-c, or standard input)"
@@ -209,7 +209,7 @@ def _make_seen_program(first: RankStart) -> Entrypoint:
     return Entrypoint(script=script if is_there else "", args=first.argv[1:])
 
 
-def _difference(has: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+def _difference(has: Mapping[str, str], env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that a command sets, except variables of launchers and devices.
 
     Exported functions of bash (`BASH_FUNC_module%%`) are left out: no command can assign them.
@@ -218,14 +218,14 @@ def _difference(has: Mapping[str, str], given: Mapping[str, str]) -> dict[str, s
         name: value
         for name, value in has.items()
         if name.isidentifier()
-        and given.get(name) != value
-        and ((name, value) != _THREADS or name in given)
+        and env.get(name) != value
+        and ((name, value) != _THREADS or name in env)
         and name not in (*_OF_A_START, *VISIBLE)
         and not name.startswith(_PREFIXES_OF_A_START)
     }
 
 
-def _chosen_devices(ranks: Sequence[RankStart], given: Mapping[str, str]) -> dict[str, str]:
+def _chosen_devices(ranks: Sequence[RankStart], env: Mapping[str, str]) -> dict[str, str]:
     """Return variables by which the command itself chooses devices.
 
     Variables that a launcher set do not count: they differ between ranks, or (with DeepSpeed)
@@ -233,13 +233,13 @@ def _chosen_devices(ranks: Sequence[RankStart], given: Mapping[str, str]) -> dic
     trial. Then the result has the devices of all ranks, and trials run one at a time.
     """
     numbered = ",".join(map(str, range(len(ranks)))) if "CROSS_SIZE" in ranks[0].env else None
-    found = {}
+    devices_by_name = {}
     for name in VISIBLE:
-        value, *others = {rank.env.get(name) for rank in ranks}
-        by_launcher = value == numbered != ranks[0].env_above.get(name)
+        value, *rest = {rank.env.get(name) for rank in ranks}
+        is_launchers = value == numbered != ranks[0].env_above.get(name)
         if set_later := [rank.env_later[name] for rank in ranks if rank.env_later.get(name)]:
             devices = dict.fromkeys(",".join(set_later).split(","))
-            found[name] = ",".join(list(devices)[: len(ranks)])
-        elif value and not others and value != given.get(name) and not by_launcher:
-            found[name] = value
-    return found
+            devices_by_name[name] = ",".join(list(devices)[: len(ranks)])
+        elif value and not rest and value != env.get(name) and not is_launchers:
+            devices_by_name[name] = value
+    return devices_by_name

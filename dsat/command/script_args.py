@@ -161,8 +161,8 @@ def config_flag(args: Sequence[str]) -> str | None:
     if looks_like_hf(args):
         return "--deepspeed"
     flags = (word.partition("=")[0] for word in args)
-    own = (flag for flag in flags if _CONFIG_FLAG.fullmatch(flag))
-    return next((f for f in own if (value_of(args, f) or "").endswith((".json", ".hjson"))), None)
+    hits = (flag for flag in flags if _CONFIG_FLAG.fullmatch(flag))
+    return next((f for f in hits if (value_of(args, f) or "").endswith((".json", ".hjson"))), None)
 
 
 def path_in(word: str) -> str:
@@ -187,17 +187,17 @@ def looks_like_hf(args: Sequence[str]) -> bool:
     return (value_of(args, "--deepspeed") or "").endswith(".json")
 
 
-def mappings_for(args: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return the flags to set for a trial, by setting: of TrainingArguments and the user (`given`).
+def mappings_for(args: Sequence[str], arg_mappings: Mapping[str, str]) -> dict[str, str]:
+    """Return the flags to set for a trial, by setting: of TrainingArguments and `arg_mappings`.
 
     Batch size flags of the Trainer have the same meaning in scripts without a Trainer.
     """
     is_hf = looks_like_hf(args)
-    found = {key: flag for key, flag in HF_BATCH_FLAGS.items() if is_hf or _places(args, flag)}
+    flags = {key: flag for key, flag in HF_BATCH_FLAGS.items() if is_hf or _places(args, flag)}
     for flag in CHECKPOINTING_FLAGS:
         if is_hf and _places(args, flag):
-            found[CHECKPOINTING] = flag
-    return {**found, **given}
+            flags[CHECKPOINTING] = flag
+    return {**flags, **arg_mappings}
 
 
 def check_mappings(
@@ -207,30 +207,30 @@ def check_mappings(
 
     Raises UserInputError for a flag that neither the arguments nor TrainingArguments contain.
     """
-    given = {_plain(flag): flag for flag in (arg.partition("=")[0] for arg in args)}
+    flags = {_plain(flag): flag for flag in (arg.partition("=")[0] for arg in args)}
     words = {_plain(arg.partition("=")[0]): arg.partition("=")[0] for arg in args if "=" in arg}
     is_trainer = bool(value_of(args, "--deepspeed"))
     spelled = {}
     for setting, flag in mappings.items():
-        found = given.get(_plain(flag)) or words.get(_plain(flag.lstrip("-")))
+        spelling = flags.get(_plain(flag)) or words.get(_plain(flag.lstrip("-")))
         is_known = is_trainer and _plain(flag).lstrip("_") in _HF_KNOWN
         # A switch that is off is not among the arguments.
-        if found is None and not is_known and setting != CHECKPOINTING:
+        if spelling is None and not is_known and setting != CHECKPOINTING:
             raise UserInputError(
                 f"maps {setting} to {flag}, which is not in the training script's arguments",
                 where=where,
-                hint=did_you_mean(flag, given.values())
+                hint=did_you_mean(flag, flags.values())
                 + f"Add {flag} to the arguments, or correct the mapping.",
             )
-        spelled[setting] = found or flag
+        spelled[setting] = spelling or flag
     return spelled
 
 
 def setting(config: Mapping[str, Any], key: str) -> Any:
     """Return a setting by its dotted path, or by its name in any section; None if missing."""
-    found = at(config, key)
-    if found is not None:
-        return found
+    value = at(config, key)
+    if value is not None:
+        return value
     inner = (setting(part, key) for part in config.values() if isinstance(part, Mapping))
     return next((value for value in inner if value is not None), None)
 
@@ -239,49 +239,49 @@ def adapt_to_trial(
     args: Sequence[str],
     config: Mapping[str, Any],
     switches: Mapping[str, Any],
-    given: Mapping[str, str],
+    arg_mappings: Mapping[str, str],
     *,
     add: bool,
 ) -> tuple[str, ...]:
     """Return the arguments of a script under a trial's configuration.
 
-    `given` are the user's `arg_mappings`; `add` adds flags of TrainingArguments that are missing.
+    `add` adds flags of TrainingArguments that are missing.
     """
-    mappings = mappings_for(args, given)
+    mappings = mappings_for(args, arg_mappings)
     values = {key: setting(config, key) for key in mappings if key not in switches}
-    found = rewrite(args, values, mappings, add=add)
+    adapted = rewrite(args, values, mappings, add=add)
     for name, value in switches.items():
-        flag = given.get(name) or known_switches.flag_of(name, args, takes_hf_flags=add)
+        flag = arg_mappings.get(name) or known_switches.flag_of(name, args, takes_hf_flags=add)
         if flag is not None:
-            for each, said in known_switches.flag_values(flag, value).items():
-                known = add or each == flag  # add a second flag only if the parser knows it
-                found = rewrite(found, {each: said}, {each: each}, add=known)
-    return found
+            for extra, text in known_switches.flag_values(flag, value).items():
+                may_add = add or extra == flag  # add a second flag only if the parser knows it
+                adapted = rewrite(adapted, {extra: text}, {extra: extra}, add=may_add)
+    return adapted
 
 
 def batch_from_args(
     config: Mapping[str, Any],
     args: Sequence[str],
-    given: Mapping[str, str],
+    arg_mappings: Mapping[str, str],
     hparams: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Replace missing and "auto" batch sizes by values of the script's flags.
 
-    If a Trainer's command lacks a flag, the flag's default is used. Other sizes stay. `given` are
-    the user's `arg_mappings`. Raises UserInputError if a flag's value is no positive integer.
+    If a Trainer's command lacks a flag, the flag's default is used. Other sizes stay.
+    Raises UserInputError if a flag's value is no positive integer.
     """
     args = [*args, *_flags_of_hparams(hparams, args)]
-    mappings, found = mappings_for(args, given), dict(config)
+    mappings, sizes = mappings_for(args, arg_mappings), dict(config)
     for key, default in _HF_DEFAULTS.items():
         if config.get(key) not in (None, AUTO) or key not in mappings:
             continue
         text = value_of(args, mappings[key])
         if text is not None:
             number = int(text) if re.fullmatch(r"\+?[0-9]+", text, re.ASCII) else text
-            found[key] = whole_number(number, mappings[key])
+            sizes[key] = whole_number(number, mappings[key])
         elif looks_like_hf(args) and _needs_flag(config, key):
-            found[key] = default
-    return found
+            sizes[key] = default
+    return sizes
 
 
 def _flags_of_hparams(hparams: Mapping[str, Any], args: Sequence[str]) -> list[str]:
@@ -290,11 +290,11 @@ def _flags_of_hparams(hparams: Mapping[str, Any], args: Sequence[str]) -> list[s
     In Determined's examples, scripts append the hyperparameters `training_arguments` to the
     arguments, where they override flags of the command line.
     """
-    others = {k: value for k, value in hparams.items() if k not in (CONFIG_KEY, OVERWRITE_KEY)}
-    found = {flag: setting(others, flag.lstrip("-")) for flag in HF_BATCH_FLAGS.values()}
-    if not looks_like_hf(args) and found["--per_device_train_batch_size"] is None:
+    own_hparams = {k: value for k, value in hparams.items() if k not in (CONFIG_KEY, OVERWRITE_KEY)}
+    values = {flag: setting(own_hparams, flag.lstrip("-")) for flag in HF_BATCH_FLAGS.values()}
+    if not looks_like_hf(args) and values["--per_device_train_batch_size"] is None:
         return []  # gradient_accumulation_steps may be DeepSpeed's
-    return [w for flag, value in found.items() if value is not None for w in (flag, str(value))]
+    return [w for flag, value in values.items() if value is not None for w in (flag, str(value))]
 
 
 def _needs_flag(config: Mapping[str, Any], key: str) -> bool:
@@ -325,12 +325,12 @@ def check_flags(args: Sequence[str], expected: Mapping[str, int]) -> None:
 
 def _places(args: Sequence[str], flag: str, *, switch: bool = False) -> list[_Place]:
     """Find all occurrences of a flag before `--`; a switch takes only words for true and false."""
-    wanted, places = _plain(flag), []
+    plain, places = _plain(flag), []
     is_word = not flag.startswith("-")  # Hydra's `trainer.batch_size=4`
     for index in range(_end(args)):
         name, equals, _ = args[index].partition("=")
         is_other = not equals if is_word else not name.startswith("-")
-        if is_other or _plain(name) != wanted:
+        if is_other or _plain(name) != plain:
             continue
         has_value = index + 1 < _end(args) and _is_value(args[index + 1], switch=switch)
         value = index if equals else index + 1 if has_value else None

@@ -38,10 +38,10 @@ def starts_ranks(source: str, name: str) -> bool:
     script (`name`), and not an evaluation, say.
     """
     calls = [source[call.end() : call.end() + _CALL] for call in _STARTS_PROGRAMS.finditer(source)]
-    launches = [each for call in calls if _NAMES_LAUNCHER.search(each := call.split(")\n")[0])]
+    launches = [text for call in calls if _NAMES_LAUNCHER.search(text := call.split(")\n")[0])]
     if calls:
-        lists = [source[found.start() :] for found in _LISTS_LAUNCHER.finditer(source)]
-        launches += [each[:_CALL].split("]\n")[0] for each in lists]
+        lists = [source[match.start() :] for match in _LISTS_LAUNCHER.finditer(source)]
+        launches += [text[:_CALL].split("]\n")[0] for text in lists]
     trains, itself = _TRAINS.search(source), rf"__file__|\bsys\.argv|\b{re.escape(name)}\b"
     if any(not trains or re.search(itself, launch) for launch in launches):
         return True

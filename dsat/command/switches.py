@@ -166,27 +166,27 @@ def field_of(name: str) -> str | None:
     return name if name in SWITCHES and SWITCHES[name].field else None
 
 
-def is_of_code(name: str, found: Mapping[str, ScriptSwitch]) -> bool:
+def is_of_code(name: str, switches: Mapping[str, ScriptSwitch]) -> bool:
     """Return whether a script has TrainingArguments, but its code sets a field elsewhere."""
-    in_arguments = any(switch.in_arguments for switch in found.values())
-    is_field = name in found and field_of(name) is not None
-    return is_field and in_arguments and not found[name].in_arguments
+    has_arguments = any(switch.in_arguments for switch in switches.values())
+    is_field = name in switches and field_of(name) is not None
+    return is_field and has_arguments and not switches[name].in_arguments
 
 
-def flag_of(name: str, given: Iterable[str], *, takes_hf_flags: bool) -> str | None:
+def flag_of(name: str, args: Iterable[str], *, takes_hf_flags: bool) -> str | None:
     """Return the script's flag for a switch; None if it has none.
 
-    `given` are its arguments. With `takes_hf_flags`, every field of TrainingArguments is a flag.
+    `args` are its arguments. With `takes_hf_flags`, every field of TrainingArguments is a flag.
     """
     if name.startswith("--"):
         return name
     field = field_of(name)
     names = CHECKPOINTING_FLAGS if name == CHECKPOINTING else (f"--{field or name}",)
-    words = {word.partition("=")[0].replace("-", "_") for word in given if word.startswith("--")}
-    known = [flag for flag in names if flag.replace("-", "_") in words]
+    words = {word.partition("=")[0].replace("-", "_") for word in args if word.startswith("--")}
+    flags = [flag for flag in names if flag.replace("-", "_") in words]
     if takes_hf_flags and field is not None:
-        known.append(names[0])
-    return known[0] if known else None
+        flags.append(names[0])
+    return flags[0] if flags else None
 
 
 def flag_values(flag: str, value: Any) -> dict[str, Any]:
@@ -201,14 +201,14 @@ def flag_values(flag: str, value: Any) -> dict[str, Any]:
 
 def fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert values of switches to fields of TrainingArguments; other switches are dropped."""
-    found: dict[str, Any] = {}
+    fields_of_values: dict[str, Any] = {}
     for name, value in values.items():
         field = field_of(name)
         if name == CHECKPOINTING and isinstance(value, str):
-            found |= {name: True, f"{name}_kwargs": checkpointing(value)}
+            fields_of_values |= {name: True, f"{name}_kwargs": checkpointing(value)}
         elif field is not None and value is not None:
-            found[field] = value
-    return found
+            fields_of_values[field] = value
+    return fields_of_values
 
 
 def variables(values: Mapping[str, Any]) -> dict[str, str]:
@@ -228,8 +228,8 @@ def instruction(name: str, value: Any, *, in_arguments: bool) -> str:
         return "--bind_cores_to_rank of the deepspeed launcher"
     code = SWITCHES[name].code if name in SWITCHES else ""
     if field_of(name) is not None and (in_arguments or not code):
-        said = ", ".join(f"{field}={its!r}" for field, its in fields({name: value}).items())
-        return f"TrainingArguments({said})"
+        arguments = ", ".join(f"{field}={v!r}" for field, v in fields({name: value}).items())
+        return f"TrainingArguments({arguments})"
     if not code:  # a switch of another version of dsat
         return f"{name}={value}"
     return f"no `{code}`" if value is False else code.format(value=value)
@@ -284,12 +284,12 @@ def parse(text: Any) -> tuple[str, tuple[Any, ...]]:
     if name.startswith(VARIABLE):
         return name, tuple(listed)
     name = name if name in SWITCHES or name.startswith(ARGUMENT) else f"{ARGUMENT}{name}"
-    found = tuple(_plain(value) for value in listed)
+    parsed = tuple(_plain(value) for value in listed)
     if name == CHECKPOINTING:
-        for value in found:
+        for value in parsed:
             if not isinstance(value, bool):
                 checkpointing(str(value))
-    return name, found
+    return name, parsed
 
 
 def write(name: str, values: Any) -> str:
@@ -301,7 +301,7 @@ def write(name: str, values: Any) -> str:
 
 def _plain(text: str) -> Any:
     try:
-        found = json.loads(text.lower())
+        value = json.loads(text.lower())
     except ValueError:
         return text
-    return found if isinstance(found, (bool, int, float)) else text
+    return value if isinstance(value, (bool, int, float)) else text

@@ -50,19 +50,19 @@ def check_options(program: Entrypoint) -> None:
 
 def check_form(words: Sequence[str]) -> None:
     """Raise UserInputError for a whole command in one word, and for one that needs a shell."""
-    given = words[0]
-    is_line = len(words) == 1 and len(given.split()) > 1 and not os.path.exists(given)
-    is_syntax = is_line and entrypoints.SHELL_SYNTAX.search(given) is not None
-    if is_syntax or given.partition(" ")[0] in _OF_SHELLS:
+    word = words[0]
+    is_line = len(words) == 1 and len(word.split()) > 1 and not os.path.exists(word)
+    is_syntax = is_line and entrypoints.SHELL_SYNTAX.search(word) is not None
+    if is_syntax or word.partition(" ")[0] in _OF_SHELLS:
         raise UserInputError(
             "needs a shell",
-            where=given,
+            where=word,
             hint="Run the whole line in a shell: dsat tune bash -c '...'.",
         )
     if is_line:
         raise UserInputError(
             "there is no such command",
-            where=given,
+            where=word,
             hint="Remove the quotes around the whole command.",
         )
 
@@ -77,7 +77,7 @@ def make_startable(words: Sequence[str], *, is_known: bool) -> tuple[str, ...]:
     """
     command = list(words)
     env = entrypoints.take_assignments(command)
-    given = command[0]
+    program = command[0]
     _check_reach(command, {**os.environ, **env})
     if is_known and command[0].endswith(".py"):
         command = [sys.executable, *command]
@@ -87,12 +87,12 @@ def make_startable(words: Sequence[str], *, is_known: bool) -> tuple[str, ...]:
         command = [str(Path(sys.executable).parent / command[0]), *command[1:]]
     if shutil.which(command[0]) is None:
         problem, hint = "there is no such command", "Give the command as you type it in a shell."
-        if os.path.isfile(given) and not given.endswith(CONFIG_SUFFIXES):
-            problem, hint = "is not executable", f"Run chmod +x {shlex.quote(given)}."
-        elif given.endswith(CONFIG_SUFFIXES):
+        if os.path.isfile(program) and not program.endswith(CONFIG_SUFFIXES):
+            problem, hint = "is not executable", f"Run chmod +x {shlex.quote(program)}."
+        elif program.endswith(CONFIG_SUFFIXES):
             problem = "is a configuration, not a command"
-            hint = f"Put the command before it: deepspeed train.py --deepspeed_config {given}"
-        raise UserInputError(problem, where=given, hint=hint)
+            hint = f"Put the command before it: deepspeed train.py --deepspeed_config {program}"
+        raise UserInputError(problem, where=program, hint=hint)
     if env:  # as a shell sets them
         command = ["env", *(f"{name}={value}" for name, value in env.items()), *command]
     return tuple(command)
@@ -113,12 +113,12 @@ def other_python(words: Sequence[str]) -> str | None:
         [program, *_] = _interpreter_of(Path(program)) or [sys.executable]
     if not _PYTHON.fullmatch(Path(program).name):
         return None if is_script else ""
-    found = os.path.abspath(shutil.which(program, path=path) or sys.executable)
-    is_own = os.path.samefile(Path(found).parent, Path(sys.executable).parent)
-    package = next(Path(found).parents[1].glob(_DEEPSPEED), None)
+    python = os.path.abspath(shutil.which(program, path=path) or sys.executable)
+    is_own = os.path.samefile(Path(python).parent, Path(sys.executable).parent)
+    package = next(Path(python).parents[1].glob(_DEEPSPEED), None)
     if is_own or package is None:
         return ""
-    return None if _TOO_OLD.fullmatch(package.parents[1].name) else found
+    return None if _TOO_OLD.fullmatch(package.parents[1].name) else python
 
 
 def _interpreter_of(script: Path) -> list[str]:

@@ -41,23 +41,23 @@ def acquire_hosts(
     """
     program = program or Entrypoint()
     launch = program.launch
-    chosen = {name: value for name, value in program.env.items() if name in VISIBLE}
-    variables = {**os.environ, **chosen, **(in_use or {})}
-    named = [_names(positions, variables) for positions in (launch.devices, launch.not_devices)]
-    variables[NAMED] = ",".join(named[0])
+    devices = {name: value for name, value in program.env.items() if name in VISIBLE}
+    variables = {**os.environ, **devices, **(in_use or {})}
+    names = [_names(positions, variables) for positions in (launch.devices, launch.not_devices)]
+    variables[NAMED] = ",".join(names[0])
     place = PROVIDERS[engine if engine in PROVIDERS else "local"]
     with place.acquire(Environment(variables, launch), given or {}) as hosts:
         check_equal(hosts)
-        if any(named):
-            hosts = [replace(host, machine=host.machine.only(*named)) for host in hosts]
+        if any(names):
+            hosts = [replace(host, machine=host.machine.only(*names)) for host in hosts]
         for host in hosts:
             check_kinds(host)
         yield tuple(hosts)
 
 
 def _names(positions: Sequence[int], variables: Mapping[str, str]) -> list[str]:
-    chosen = find_chosen_devices(VISIBLE, variables)
-    return [chosen[n] if n < len(chosen) else str(n) for n in positions]
+    devices = find_chosen_devices(VISIBLE, variables)
+    return [devices[n] if n < len(devices) else str(n) for n in positions]
 
 
 def check_equal(hosts: Sequence[Host]) -> None:
@@ -65,15 +65,15 @@ def check_equal(hosts: Sequence[Host]) -> None:
     first = hosts[0]
     for other in hosts[1:]:
         one, two = first.machine, other.machine
-        slots = [(each.accelerator, each.num_slots, each.device_name) for each in (one, two)]
+        slots = [(m.accelerator, m.num_slots, m.device_name) for m in (one, two)]
         if slots[0] != slots[1] or not are_close(one.memory_bytes, two.memory_bytes):
             has, differs = one.describe(), two.describe()
         elif one.device_names != two.device_names:
-            has, differs = (", ".join(each.device_names) for each in (one, two))
+            has, differs = (", ".join(m.device_names) for m in (one, two))
         elif one.software != two.software:
             has, differs = ", ".join(one.software), ", ".join(two.software)
         elif len(one.cores) != len(two.cores):
-            has, differs = (f"{len(each.cores)} CPU cores" for each in (one, two))
+            has, differs = (f"{len(m.cores)} CPU cores" for m in (one, two))
         else:
             continue
         raise UserInputError(
@@ -137,15 +137,15 @@ def _numa_ranks(nodes: Path = Path("/sys/devices/system/node")) -> int:
 
 def check_slots(hosts: Sequence[Host], slots: int, *, where: str) -> None:
     """Raise UserInputError if the hosts cannot run a trial on this number of devices."""
-    each = hosts[0].machine.num_slots
-    most = each * len(hosts)
-    if slots <= each or (slots <= most and slots % each == 0):
+    per_host = hosts[0].machine.num_slots
+    most = per_host * len(hosts)
+    if slots <= per_host or (slots <= most and slots % per_host == 0):
         return
     hint = f"Use --devices {most} or another machine."
     if len(hosts) > 1:
         hint = (
-            f"A trial runs on one host (up to {each} devices) or on whole hosts (a multiple of "
-            f"{each}, up to {most})."
+            f"A trial runs on one host (up to {per_host} devices) or on whole hosts (a multiple of "
+            f"{per_host}, up to {most})."
         )
     raise UserInputError(
         f"a trial needs {fmt.count(slots, 'device')}, but there are {describe(hosts)}",

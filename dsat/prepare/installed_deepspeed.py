@@ -67,8 +67,8 @@ def check(experiment: Experiment, program: Entrypoint) -> dict[str, Any]:
             for problem in _find_problems(question, verdict, answer["version"]):
                 problems.setdefault(problem.where, problem)
     if problems:
-        first, *others = problems.values()
-        also = [f"Also {problem}" for problem in others]
+        first, *further = problems.values()
+        also = [f"Also {problem}" for problem in further]
         hint = " ".join(filter(None, [first.hint, *also]))
         raise UserInputError(first.problem, where=first.where, hint=hint)
     ignored = ", ".join(answer["verdicts"][0]["ignored"])
@@ -122,13 +122,13 @@ def _answer(questions: Sequence[_Question]) -> dict[str, Any] | None:
     text = json.dumps({"configs": configs, "defaults": paths})
     name = hashlib.sha256(f"{stamp} {text}".encode()).hexdigest()
     path = cache_folder("deepspeed") / f"{name}.json"
-    found = _read(path)
-    if found is None:
+    answer = _read(path)
+    if answer is None:
         with slow.logged(_log, "checking the configuration with DeepSpeed"):
-            found = _ask(text)
-        if found is not None:
-            write_cache(path, json.dumps(found))
-    return found
+            answer = _ask(text)
+        if answer is not None:
+            write_cache(path, json.dumps(answer))
+    return answer
 
 
 def _stamp() -> str | None:
@@ -150,10 +150,10 @@ def _ask(questions: str) -> dict[str, Any] | None:
     """Return DeepSpeed's answer from another process; None if there is none."""
     try:
         with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
-            asked, answer = Path(folder, "questions.json"), Path(folder, "answer.json")
-            asked.write_text(questions, encoding="utf-8")
-            done = subprocess.run(  # noqa: S603
-                [sys.executable, "-m", _PROGRAM, str(asked), str(answer)],
+            request, answer = Path(folder, "questions.json"), Path(folder, "answer.json")
+            request.write_text(questions, encoding="utf-8")
+            process = subprocess.run(  # noqa: S603
+                [sys.executable, "-m", _PROGRAM, str(request), str(answer)],
                 cwd=folder,  # has no modules that could hide installed ones
                 # No device is needed, and a real one may hang.
                 env=variables_with_dsat({"DS_ACCELERATOR": "cpu"}),
@@ -162,10 +162,10 @@ def _ask(questions: str) -> dict[str, Any] | None:
                 timeout=_TIMEOUT_S,
                 check=False,
             )
-            if done.returncode == 0:
+            if process.returncode == 0:
                 return _read(answer)
-        text = done.stderr.decode(errors="replace").strip()
-        why = (text.splitlines() or [f"exit status {done.returncode}"])[-1]
+        text = process.stderr.decode(errors="replace").strip()
+        why = (text.splitlines() or [f"exit status {process.returncode}"])[-1]
     except (OSError, subprocess.TimeoutExpired) as error:
         why = str(error)
     _log.info("DeepSpeed cannot check the configuration: %s", why)

@@ -17,15 +17,15 @@ TRAINING = ("torch", "deepspeed")
 def requirements() -> tuple[Requirement, ...]:
     """Return the packages that trials need; without dsat's metadata, only torch and DeepSpeed."""
     try:
-        named = importlib.metadata.requires(DISTRIBUTION) or []
+        texts = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:  # dsat runs from its source
-        named = list(TRAINING)
-    return _parse(tuple(named))
+        texts = list(TRAINING)
+    return _parse(tuple(texts))
 
 
 @functools.cache
-def _parse(named: tuple[str, ...]) -> tuple[Requirement, ...]:
-    required = map(Requirement, named)
+def _parse(texts: tuple[str, ...]) -> tuple[Requirement, ...]:
+    required = map(Requirement, texts)
     return tuple(r for r in required if r.marker is None or r.marker.evaluate({"extra": _EXTRA}))
 
 
@@ -43,21 +43,21 @@ def check(also: str | None = None) -> None:
 
     `also` names a further package, of which any version suffices.
     """
-    needed = {each.name: each.specifier for each in requirements()}
+    required = {requirement.name: requirement.specifier for requirement in requirements()}
     problems = {}
     if also is not None and version(also) is None:
         problems[also] = f"{also} is not installed"
     for name in TRAINING:
-        found = version(name)
-        if found is None:
+        installed = version(name)
+        if installed is None:
             problems[name] = f"{name} is not installed"
-        elif not needed[name].contains(found, prereleases=True):
-            problems[name] = f"{name} {found} is installed, but dsat needs {needed[name]}"
+        elif not required[name].contains(installed, prereleases=True):
+            problems[name] = f"{name} {installed} is installed, but dsat needs {required[name]}"
     if problems:
-        wanted = " ".join(f"'{name}{needed.get(name, '')}'" for name in problems)
+        packages = " ".join(f"'{name}{required.get(name, '')}'" for name in problems)
         raise UserInputError(
             " and ".join(problems.values()),
             where="environment",
-            hint=f"Run pip install {wanted}, or install dsat in your training environment. "
+            hint=f"Run pip install {packages}, or install dsat in your training environment. "
             "`dsat doctor` checks everything.",
         )

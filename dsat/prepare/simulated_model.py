@@ -58,12 +58,12 @@ class SimulatedModel:
     ) -> SimulatedModel:
         """Complete a configuration with the script's optimizer, and replace "auto" sizes."""
         script = simulator.script
-        more: dict[str, Any] = {}
+        added: dict[str, Any] = {}
         if zero := config.get("zero_optimization"):
-            more["zero_optimization"] = ds_config.fill_in_sizes(zero, script.sizes["hidden_size"])
+            added["zero_optimization"] = ds_config.fill_in_sizes(zero, script.sizes["hidden_size"])
         if script.optimizer:
-            more["optimizer"] = dict(script.optimizer)
-        return cls(name, {**config, **more}, simulator, dtype)
+            added["optimizer"] = dict(script.optimizer)
+        return cls(name, {**config, **added}, simulator, dtype)
 
 
 @contextlib.contextmanager
@@ -167,9 +167,9 @@ def _read_source(settings: ModelSettings) -> Source:
 def _script_for(settings: ModelSettings, model: str) -> Source:
     path = hf_config.find(model)
     name = name_of(model, path)
-    own = settings.ds_config or {"bf16": {"enabled": ds_config.AUTO}}
-    given = experiments.make_experiment([], name, Path.cwd(), own)
-    config = hf_config.ds_config(settings.dtype, given.ds_config)
+    user_config = settings.ds_config or {"bf16": {"enabled": ds_config.AUTO}}
+    user_experiment = experiments.make_experiment([], name, Path.cwd(), user_config)
+    config = hf_config.ds_config(settings.dtype, user_experiment.ds_config)
     args = ["--model", str(path), "--dtype", hf_config.dtype_of(config)]
     if settings.seq_length is not None:
         args += ["--seq-length", str(settings.seq_length)]

@@ -90,13 +90,13 @@ class Source:
         _log.info("running `%s` up to its training", shlex.join(self.command))
         # Instead of a command for several hosts, one rank of its script runs here.
         launch = self.program.launch
-        own = not launch.hosts and launch.nodes == 1
+        runs_command = not launch.hosts and launch.nodes == 1
         run = OwnCommand(
-            self.command if own else self.program.command(),
+            self.command if runs_command else self.program.command(),
             Path.cwd(),
             TrialOptions(timeout_s=timeout_s),
             measures=False,
-            ranks=self._ranks(slots) if own else 1,
+            ranks=self._ranks(slots) if runs_command else 1,
         )
         try:
             if self.unknown == PROGRAM or self.can_run_first():
@@ -109,8 +109,8 @@ class Source:
         """Return the source with the program and configuration that a running command shows."""
         ranks, cores = run.ranks(), os.sched_getaffinity(0)
         program = recorded_start.recognise_program(ranks, self.command, run.env, cores)
-        file, own = own_files.form_of_training(self.command, Path.cwd()), self.program.launch
-        by_launcher = own.devices or own.not_devices  # the launcher sets the variable
+        file, launch = own_files.form_of_training(self.command, Path.cwd()), self.program.launch
+        by_launcher = launch.devices or launch.not_devices  # the launcher sets the variable
         env = {n: v for n, v in program.env.items() if not (by_launcher and n in VISIBLE)}
         program = replace(
             program,
@@ -119,8 +119,8 @@ class Source:
             launch=replace(
                 program.launch,
                 batch_in_file=file is not None and not file.is_strict,
-                devices=own.devices,
-                not_devices=own.not_devices,
+                devices=launch.devices,
+                not_devices=launch.not_devices,
             ),
         )
         if self.unknown == PROGRAM or program.needs_command:
@@ -175,14 +175,14 @@ def read(target: Target) -> Source:
     unknown = CONFIG if config is None and not program.trial_class else ""
     started_by = make_startable(target.command, is_known=not python)
     program = replace(program, started_by=started_by)
-    given = None if program.config_path is not None else target.ds_config
-    return Source(experiment, program, unknown, given)
+    config_file = None if program.config_path is not None else target.ds_config
+    return Source(experiment, program, unknown, config_file)
 
 
 def refuse_in_trial() -> None:
     """Raise UserInputError inside a trial, to prevent endless recursion."""
-    of_cluster = ds_config.DSAT_TRIAL_KEY in (hparams_of_this_task() or {})
-    if of_cluster or TRIAL_VARIABLE in os.environ:
+    is_cluster_trial = ds_config.DSAT_TRIAL_KEY in (hparams_of_this_task() or {})
+    if is_cluster_trial or TRIAL_VARIABLE in os.environ:
         raise UserInputError(
             "is called inside a trial, because the training script reaches this call too",
             where="dsat",
@@ -210,46 +210,46 @@ def check_ranks(program: Entrypoint, slots: int) -> None:
 
 def check_config_path(experiment: Experiment, program: Entrypoint) -> None:
     """Raise UserInputError if entrypoint and hyperparameters name different DeepSpeed files."""
-    given, known = program.config_path, experiment.hparams[ds_config.CONFIG_KEY]
-    if given is None or not isinstance(known, str):
+    path, file = program.config_path, experiment.hparams[ds_config.CONFIG_KEY]
+    if path is None or not isinstance(file, str):
         return
-    if os.path.normpath(given) != os.path.normpath(known):
+    if os.path.normpath(path) != os.path.normpath(file):
         raise UserInputError(
-            f"names the DeepSpeed configuration {given!r}, but hyperparameters."
-            f"{ds_config.CONFIG_KEY} is {known!r}",
+            f"names the DeepSpeed configuration {path!r}, but hyperparameters."
+            f"{ds_config.CONFIG_KEY} is {file!r}",
             where=f"{experiment.path}: entrypoint",
             hint="Make both the same.",
         )
 
 
 def _mark_word(program: Entrypoint, folder: Path) -> Entrypoint:
-    named = program.config_path
-    if named is None or os.path.isfile(folder / named):
+    path = program.config_path
+    if path is None or os.path.isfile(folder / path):
         return program
     # A script may look for the file in its own folder.
-    is_beside = os.path.isfile(folder / Path(program.script).parent / named)
-    is_word = (is_beside or not named.endswith(CONFIG_SUFFIXES)) and named[0] != "/"
+    is_beside = os.path.isfile(folder / Path(program.script).parent / path)
+    is_word = (is_beside or not path.endswith(CONFIG_SUFFIXES)) and path[0] != "/"
     return replace(program, launch=replace(program.launch, config_is_word=is_word))
 
 
-def _config_of_command(given: Path | None, program: Entrypoint, folder: Path) -> Path | None:
+def _config_of_command(option: Path | None, program: Entrypoint, folder: Path) -> Path | None:
     """Return the configuration that `--ds-config` or the script's arguments name, if any."""
-    named = None if program.config_path is None else folder / program.config_path
-    if given is not None and not given.is_file():
-        raise UserInputError("there is no such file", where=f"--ds-config {given}")
-    if named is not None and not os.path.isfile(named):
+    path = None if program.config_path is None else folder / program.config_path
+    if option is not None and not option.is_file():
+        raise UserInputError("there is no such file", where=f"--ds-config {option}")
+    if path is not None and not os.path.isfile(path):
         raise UserInputError(
             "there is no such file", where=f"{program.config_path}, in the script's arguments"
         )
-    if given is None:
-        return named
-    if named is not None and not os.path.samefile(given, named):
+    if option is None:
+        return path
+    if path is not None and not os.path.samefile(option, path):
         raise UserInputError(
             f"differs from {program.config_path} in the script's arguments",
-            where=f"--ds-config {given}",
+            where=f"--ds-config {option}",
             hint="Make both the same, or remove --ds-config.",
         )
-    return given
+    return option
 
 
 def _unknown(target: Target) -> Source:
@@ -271,10 +271,10 @@ def _make_from_start(source: Source, ranks: Sequence[RankStart], program: Entryp
     program = _mark_word(program, folder)
     if program.config_path is None and first.config is not None:
         program = replace(program, config_word=_find_config(program.args, folder, first.config))
-    named = program.config_path
-    is_gone = named is not None and not os.path.isfile(folder / named)
-    is_file = source.ds_config is None and named is not None and not is_gone
-    if is_file and _changes(ds_config.read(folder / str(named)), first.config or {}):
+    config_path = program.config_path
+    is_gone = config_path is not None and not os.path.isfile(folder / config_path)
+    is_file = source.ds_config is None and config_path is not None and not is_gone
+    if is_file and _changes(ds_config.read(folder / str(config_path)), first.config or {}):
         # The file alone does not decide, so trials replace what the script passes.
         launch = replace(program.launch, config_is_word=True)
         program = replace(program, launch=launch, config_word="")
@@ -296,49 +296,49 @@ def _make_from_start(source: Source, ranks: Sequence[RankStart], program: Entryp
     return replace(source, experiment=experiment, program=program, unknown="")
 
 
-def _find_config(args: Sequence[str], folder: Path, passed: Mapping[str, Any]) -> str:
+def _find_config(args: Sequence[str], folder: Path, config: Mapping[str, Any]) -> str:
     """Return the argument that names the file of the passed configuration; empty if none does.
 
     The script may have replaced "auto" values and added settings.
     """
-    used = ds_config.flat(passed)
+    actual = ds_config.flat(config)
     for word in args:
         path = folder / script_args.path_in(word)
         # `isfile` is False for names that are too long.
         if path.suffix in CONFIG_SUFFIXES and os.path.isfile(path):
             with contextlib.suppress(UserInputError):
-                own = ds_config.flat(ds_config.read(path))
-                if own and all(
-                    k in used and v in (ds_config.AUTO, used[k]) for k, v in own.items()
+                file = ds_config.flat(ds_config.read(path))
+                if file and all(
+                    k in actual and v in (ds_config.AUTO, actual[k]) for k, v in file.items()
                 ):
                     return word
     return ""
 
 
-def _changes(own: Mapping[str, Any], passed: Mapping[str, Any]) -> bool:
+def _changes(file_config: Mapping[str, Any], actual_config: Mapping[str, Any]) -> bool:
     """Return whether the script's code changes batch sizes or the stage of its file.
 
     Adding DeepSpeed's defaults, or the global batch size to a micro batch, is no change.
     """
     total, micro, gas = ds_config.BATCH_KEYS
     stage = "zero_optimization.stage"
-    file, used = (
+    file, actual = (
         {key: value for key, value in ds_config.flat(config).items() if value is not None}
-        for config in (own, passed)
+        for config in (file_config, actual_config)
     )
     keys = [micro, gas, stage]
     if total in file or micro not in file:
         keys.append(total)
     file = {gas: 1, stage: 0, **file}
-    return any(key in used and file.get(key) not in (ds_config.AUTO, used[key]) for key in keys)
+    return any(key in actual and file.get(key) not in (ds_config.AUTO, actual[key]) for key in keys)
 
 
-def _find_sizes(own: Mapping[str, Any], passed: Mapping[str, Any] | None) -> dict[str, Any]:
+def _find_sizes(file_config: Mapping[str, Any], config: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the values by which the script replaced "auto" batch sizes, and Ulysses' size."""
     _, *sizes = ds_config.BATCH_KEYS  # the global batch size follows from the others
-    left = [key for key in sizes if own.get(key) == ds_config.AUTO]
-    found = {key: (passed or {}).get(key) for key in [*left, SEQUENCE_SIZE]}
-    return {key: value for key, value in found.items() if isinstance(value, int)}
+    autos = [key for key in sizes if file_config.get(key) == ds_config.AUTO]
+    values = {key: (config or {}).get(key) for key in [*autos, SEQUENCE_SIZE]}
+    return {key: value for key, value in values.items() if isinstance(value, int)}
 
 
 def _describe_program(program: Entrypoint) -> str:
@@ -349,9 +349,9 @@ def _describe_program(program: Entrypoint) -> str:
             f"cannot be started by themselves: {program.needs_command}"
         )
     words = [program.script] if program.script else ["-m", program.module]
-    shown = shlex.join(["python", *words, *program.args])
+    command = shlex.join(["python", *words, *program.args])
     python = f" with {program.interpreter}" if program.interpreter else ""
-    return f"Your command starts {ranks} of `{shown}`{python}. Trials start them directly."
+    return f"Your command starts {ranks} of `{command}`{python}. Trials start them directly."
 
 
 def _name(program: Entrypoint) -> str:

@@ -114,8 +114,8 @@ class Setting:
         if self.key in PARALLELISM:  # only inside a host, because activations are communicated
             most = math.gcd(situation.slots_per_host or situation.slots, situation.heads)
             return tuple(v for v in self.values if most % v == 0)
-        of_host = situation.slots_per_host
-        values = (self.values[0], of_host) if of_host else self.values
+        host_slots = situation.slots_per_host
+        values = (self.values[0], host_slots) if host_slots else self.values
         return tuple(v for v in values if situation.slots % v == 0 and v < situation.slots)
 
 
@@ -355,9 +355,9 @@ def defaults(stage: int, *, later: bool = False) -> dict[str, Any]:
 
     With `later`, return only settings with `Setting.is_later`; otherwise, only the others.
     """
-    own = [k for k in SETTINGS if stage in k.stages and k.is_later is later]
-    own = [k for k in own if k.path == f"zero_optimization.{k.key}" and "." not in k.key]
-    return {k.key: k.values[0] for k in own}
+    settings = [k for k in SETTINGS if stage in k.stages and k.is_later is later]
+    settings = [k for k in settings if k.path == f"zero_optimization.{k.key}" and "." not in k.key]
+    return {k.key: k.values[0] for k in settings}
 
 
 def smallest_buckets(*, fixed: Collection[str], stage: int) -> dict[str, int]:

@@ -62,10 +62,10 @@ class Locator:
             return None, False
         number = strategies.index(strategy)
         branch = self._space.branches[number]
-        actual = self._flat(config, {**self._own_switches, **script_args}, batch.gas)
+        actual = self._flat(config, {**self._user_switches, **script_args}, batch.gas)
         index = 0
-        for stride, each in zip(branch.strides, self._flat_values(number), strict=True):
-            distances = [_distance(actual, flat) for flat in each]
+        for stride, values in zip(branch.strides, self._flat_values(number), strict=True):
+            distances = [_distance(actual, flat) for flat in values]
             index += stride * distances.index(min(distances))
         point = Point(number, index, batch.micro_batch)
         settings = branch.settings(index)
@@ -77,9 +77,9 @@ class Locator:
         return point, is_exact
 
     @functools.cached_property
-    def _own_switches(self) -> dict[str, Any]:
-        own = {name: values[0] for name, values in self._space.searched_switches.items()}
-        return {**self._space.freedom.switches, **own}
+    def _user_switches(self) -> dict[str, Any]:
+        searched = {name: values[0] for name, values in self._space.searched_switches.items()}
+        return {**self._space.freedom.switches, **searched}
 
     @functools.cache  # noqa: B019  (a locator lives as long as its run)
     def _flat_values(self, number: int) -> list[list[dict[str, Any]]]:
@@ -95,7 +95,7 @@ class Locator:
         config = ds_config.prepare_for_training(
             self._space.freedom.base_config, overrides_for(settings, batch)
         )
-        script_args = {**self._own_switches, **self._space.script_args(settings)}
+        script_args = {**self._user_switches, **self._space.script_args(settings)}
         return self._flat(config, script_args, settings.get(GAS, _OTHER))
 
     def _flat(
@@ -112,9 +112,9 @@ class Locator:
         return any(key == GAS for branch in self._space.branches for key, _ in branch.searched)
 
 
-def _distance(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
+def _distance(first: Mapping[str, Any], second: Mapping[str, Any]) -> int:
     """Return the number of paths whose values differ."""
-    return sum(one.get(path, _OTHER) != other.get(path, _OTHER) for path in {*one, *other})
+    return sum(first.get(path, _OTHER) != second.get(path, _OTHER) for path in {*first, *second})
 
 
 def canonical_config(config: Mapping[str, Any], *, num_params: int | None = None) -> dict[str, Any]:
@@ -125,12 +125,12 @@ def canonical_config(config: Mapping[str, Any], *, num_params: int | None = None
     Args:
         num_params: if given, larger sizes in elements, such as buckets, are replaced by it.
     """
-    found = dict(config)
+    canonical = dict(config)
     shared = parallelism.read_parallelism(config)
     for key, size in (("tensor_parallel", shared.tensor), (SEQUENCE_SIZE, shared.sequence)):
         if size == 1:
-            found.pop(key, None)
-    zero = found.get("zero_optimization") or {}
+            canonical.pop(key, None)
+    zero = canonical.get("zero_optimization") or {}
     stage = zero.get("stage", 0)
     later = defaults(stage, later=True)
     zero = {key: value for key, value in zero.items() if value != later.get(key, _OTHER)}
@@ -138,5 +138,5 @@ def canonical_config(config: Mapping[str, Any], *, num_params: int | None = None
     if num_params is not None:
         sizes = {key: zero.get(key) for key in _ELEMENTS}
         zero |= {k: min(n, num_params) for k, n in sizes.items() if isinstance(n, (int, float))}
-    found["zero_optimization"] = zero
-    return found
+    canonical["zero_optimization"] = zero
+    return canonical

@@ -60,19 +60,19 @@ def strategy_settings(
         moves_to_host: see `OwnOptimizer`.
     """
     zero = config.get("zero_optimization") or {}
-    own = read_strategy(config, 3)
+    user_strategy = read_strategy(config, 3)
     is_own = strategy.stage > 0 and strategy == read_strategy(
         config
     )  # where NVMe may mean the host
     settings: dict[str, Any] = {}
-    for section, wanted in strategy.offloading.items():
-        if is_own or wanted == own.offloading[section]:
+    for section, device in strategy.offloading.items():
+        if is_own or device == user_strategy.offloading[section]:
             continue
-        settings[f"{section}.device"] = wanted
-        if wanted == NVME and nvme_path is not None:
+        settings[f"{section}.device"] = device
+        if device == NVME and nvme_path is not None:
             settings[f"{section}.nvme_path"] = nvme_path
-    given = zero.get("offload_optimizer")
-    if strategy.stage != 3 and isinstance(given, Mapping) and given.get("ratio", 1.0) != 1.0:
+    offload = zero.get("offload_optimizer")
+    if strategy.stage != 3 and isinstance(offload, Mapping) and offload.get("ratio", 1.0) != 1.0:
         settings["offload_optimizer.ratio"] = 1.0  # DeepSpeed asserts it
     if _refuses_scattering(strategy.stage, config):
         settings["reduce_scatter"] = False
@@ -81,8 +81,8 @@ def strategy_settings(
         # user's `false` means nothing, because accelerate writes it.
         settings[GATHER] = True
     is_scripts_own = not (moves_to_host or config.get("optimizer"))
-    own_offloads = read_strategy(config).offload_optimizer != NONE and FORCE in config
-    if strategy.offload_optimizer != NONE and is_scripts_own and not own_offloads:
+    user_offloads = read_strategy(config).offload_optimizer != NONE and FORCE in config
+    if strategy.offload_optimizer != NONE and is_scripts_own and not user_offloads:
         settings[FORCE] = False  # else DeepSpeed refuses an optimizer that the script made
     return settings
 

@@ -111,19 +111,19 @@ class Plan(Recorded, BatchRule, Freedom):
 
     def measured_beside(self, other: Plan) -> dict[str, Any]:
         """Return `measured`, without the device if only one of the two plans names one."""
-        both = "device" in self.measured and "device" in other.measured
-        return {key: its for key, its in self.measured.items() if both or key != "device"}
+        both_named = "device" in self.measured and "device" in other.measured
+        return {key: value for key, value in self.measured.items() if both_named or key != "device"}
 
     def difference(self, earlier: Plan) -> str | None:
         """Return the first difference from an earlier plan, `FIELD was X, now Y`, or None.
 
         Differences in `_MAY_DIFFER` do not count.
         """
-        mine = {**self.to_json(), "measured": self.measured_beside(earlier)}
-        theirs = {**earlier.to_json(), "measured": earlier.measured_beside(self)}
-        for name, value in mine.items():
-            if name not in _MAY_DIFFER and value != theirs[name]:
-                return difference_of(name, theirs[name], value)
+        now = {**self.to_json(), "measured": self.measured_beside(earlier)}
+        before = {**earlier.to_json(), "measured": earlier.measured_beside(self)}
+        for name, value in now.items():
+            if name not in _MAY_DIFFER and value != before[name]:
+                return difference_of(name, before[name], value)
         return None
 
 

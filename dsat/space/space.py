@@ -57,16 +57,16 @@ class Branch:
 
     def values_in(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the value of each searched setting in `settings`; None for a missing one."""
-        both = {size: settings.get(size) for size in PARALLELISM}
-        return {key: both if key == _BOTH_SIZES else settings.get(key) for key, _ in self.searched}
+        sizes = {size: settings.get(size) for size in PARALLELISM}
+        return {key: sizes if key == _BOTH_SIZES else settings.get(key) for key, _ in self.searched}
 
     def settings(self, index: int) -> dict[str, Any]:
         """Return the settings at an index; at 0, every searched setting has its first value."""
-        chosen = {"stage": self.strategy.stage, **self.base}
+        settings = {"stage": self.strategy.stage, **self.base}
         for key, values in self.searched:
             index, digit = divmod(index, len(values))
-            chosen |= values[digit] if key == _BOTH_SIZES else {key: values[digit]}
-        return chosen
+            settings |= values[digit] if key == _BOTH_SIZES else {key: values[digit]}
+        return settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,10 +112,10 @@ class Freedom:
         """
         zero = self.base_config.get("zero_optimization") or {}
         freed = {"stage", *self.tune, *self.choices}
-        chosen = [
+        set_by_user = [
             key for key, value in zero.items() if value != ds_config.AUTO and key not in freed
         ]
-        return (*chosen, *self.fix)
+        return (*set_by_user, *self.fix)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -170,16 +170,16 @@ class Space:
     def batch(self, micro_batch: int, settings: Mapping[str, Any] | None = None) -> BatchTriple:
         """Return the batch sizes; raise ValueError if the micro batch exceeds the global batch."""
         shared = self.freedom.parallelism(settings)
-        own = int((settings or {}).get(GAS, self.gas))
-        gas = self.accumulation(micro_batch, shared.data(self.slots), own)
+        steps = int((settings or {}).get(GAS, self.gas))
+        gas = self.accumulation(micro_batch, shared.data(self.slots), steps)
         return BatchTriple.on(self.slots, shared, micro_batch=micro_batch, gas=gas)
 
-    def accumulation(self, micro_batch: Any, groups: Any, own: Any) -> Any:
+    def accumulation(self, micro_batch: Any, groups: Any, gas: Any) -> Any:
         """Return the accumulation steps of a configuration; arguments may be arrays.
 
         Args:
             groups: number of data-parallel groups.
-            own: accumulation steps to return unless a global batch size decides them.
+            gas: accumulation steps to return unless a global batch size decides them.
         """
         step = micro_batch * groups
         if self.train_batch_size is not None:
@@ -187,7 +187,7 @@ class Space:
         if self.max_train_batch_size is not None:
             steps = self.max_train_batch_size // step
             return steps + (steps < 1)
-        return own
+        return gas
 
     def describe(self) -> list[str]:
         """Return one line per branch with the settings that are searched in it."""
@@ -202,19 +202,19 @@ class Space:
 
 
 def searched_switches(
-    freedom: Freedom, found: Mapping[str, ScriptSwitch]
+    freedom: Freedom, switches: Mapping[str, ScriptSwitch]
 ) -> dict[str, tuple[Any, ...]]:
     """Return the values of the script's switches to search, the script's own value first.
 
     Switches of `Freedom.switches` are included only if `Freedom.listed_switches` has them too.
     """
-    values = {n: s.values for n, s in found.items() if n not in freedom.switches}
-    own = {**{name: its[0] for name, its in values.items()}, **freedom.switches}
+    values = {n: s.values for n, s in switches.items() if n not in freedom.switches}
+    first = {**{name: listed[0] for name, listed in values.items()}, **freedom.switches}
     for name, listed in freedom.listed_switches.items():
-        if name in own:
-            listed = _with_first(own[name], [value for value in listed if value is not None])
+        if name in first:
+            listed = _with_first(first[name], [value for value in listed if value is not None])
         values[name] = listed
-    return {name: its for name, its in values.items() if _is_switch_searched(name, its, freedom)}
+    return {name: v for name, v in values.items() if _is_switch_searched(name, v, freedom)}
 
 
 def _branch(strategy: Strategy, space: Space) -> Branch:
@@ -247,9 +247,9 @@ def _branch(strategy: Strategy, space: Space) -> Branch:
         has_it = key == GAS or strategy.stage >= (3 if key == "offload_param" else 1)
         if key not in names and has_it:
             searched.append((key, tuple(listed)))
-    for switch, own in freedom.switches.items():
+    for switch, value in freedom.switches.items():
         if _is_free(switch, freedom) and switch not in space.searched_switches:
-            searched.append((switch, (own, not own)))
+            searched.append((switch, (value, not value)))
     return Branch(strategy, base, tuple(searched))
 
 
@@ -258,20 +258,20 @@ def _is_switch_searched(name: str, values: Sequence[Any], freedom: Freedom) -> b
 
     A known switch that is tried on request only must also be requested.
     """
-    known = SWITCHES.get(name)
+    switch = SWITCHES.get(name)
     if len(values) < 2 or not _is_free(name, freedom):
         return False
-    asked = name in freedom.tune or name in freedom.listed_switches
-    return known is None or asked or not known.on_request
+    is_requested = name in freedom.tune or name in freedom.listed_switches
+    return switch is None or is_requested or not switch.on_request
 
 
 def _matters(name: str, situation: Situation, freedom: Freedom) -> bool:
     """Return whether a switch can have an effect here, or was requested and needs no offloading."""
-    known = SWITCHES.get(name)
-    if known is None or (name in freedom.tune and not known.offloading):
+    switch = SWITCHES.get(name)
+    if switch is None or (name in freedom.tune and not switch.offloading):
         return True
     offloads = situation.strategy.offloads
-    return (situation.on_device or not known.on_device) and (offloads or not known.offloading)
+    return (situation.on_device or not switch.on_device) and (offloads or not switch.offloading)
 
 
 def _with_parallelism(
@@ -287,33 +287,33 @@ def _with_parallelism(
     sizes = {key: values for key, values in settings if key in PARALLELISM}
     if not sizes:
         return list(settings)
-    options = [dict(zip(sizes, each, strict=True)) for each in itertools.product(*sizes.values())]
-    options = [each for each in options if _divides(each, space)]
-    without = {*sizes, *([ATTENTION] if SEQUENCE_SIZE in sizes else [])}
-    found = [(key, values) for key, values in settings if key not in without]
+    options = [dict(zip(sizes, row, strict=True)) for row in itertools.product(*sizes.values())]
+    options = [option for option in options if _divides(option, space)]
+    dropped = {*sizes, *([ATTENTION] if SEQUENCE_SIZE in sizes else [])}
+    others = [(key, values) for key, values in settings if key not in dropped]
     if len(sizes) > 1:
-        return [*found, (_BOTH_SIZES, tuple(options))]
+        return [*others, (_BOTH_SIZES, tuple(options))]
     [key] = sizes
-    return [*found, (key, tuple(each[key] for each in options))]
+    return [*others, (key, tuple(option[key] for option in options))]
 
 
 def _divides(sizes: Mapping[str, int], space: Space) -> bool:
-    own = space.freedom.parallelism()
+    user_parallelism = space.freedom.parallelism()
     shared = space.freedom.parallelism(sizes)
-    if shared == own:
+    if shared == user_parallelism:
         return True
     total = space.train_batch_size or space.slots
     return min(shared.tensor, shared.sequence) == 1 and total % shared.data(space.slots) == 0
 
 
 def _is_searched(setting: Setting, situation: Situation, freedom: Freedom) -> bool:
-    in_stage = situation.strategy.stage in setting.stages and setting.when(situation)
-    if not in_stage or not _is_free(setting.key, freedom):
+    is_usable = situation.strategy.stage in setting.stages and setting.when(situation)
+    if not is_usable or not _is_free(setting.key, freedom):
         return False
     if setting.key in freedom.tune or setting.key in freedom.choices:
         return True
-    known = setting.path in freedom.defaults if freedom.defaults else not setting.is_later
-    return known and setting.unasked(situation)
+    is_supported = setting.path in freedom.defaults if freedom.defaults else not setting.is_later
+    return is_supported and setting.unasked(situation)
 
 
 def _is_free(key: str, freedom: Freedom) -> bool:
@@ -332,11 +332,11 @@ def _makes_cpu_adam(config: Mapping[str, Any]) -> bool:
 
 def _own_value(setting: Setting, config: Mapping[str, Any]) -> Any:
     """Return the user's own value of a setting; None if it is missing or "auto"."""
-    found = ds_config.at(config, setting.path)
+    user_value = ds_config.at(config, setting.path)
     first = setting.values[0]
-    if isinstance(first, Mapping) and isinstance(found, Mapping):  # only the searched keys
-        found = {key: found.get(key, value) for key, value in first.items()}
-    return None if found == ds_config.AUTO else found
+    if isinstance(first, Mapping) and isinstance(user_value, Mapping):  # only the searched keys
+        user_value = {key: user_value.get(key, value) for key, value in first.items()}
+    return None if user_value == ds_config.AUTO else user_value
 
 
 def _with_first(first: Any, values: Sequence[Any]) -> tuple[Any, ...]:
@@ -353,10 +353,10 @@ def _useful_values(setting: Setting, situation: Situation, space: Space) -> tupl
     values = _with_first(space.freedom.defaults.get(setting.path), setting.usable(situation))
     num_params, roomy_bucket = space.num_params, space.roomy_bucket
     if num_params is not None and setting.elements:
-        enough = min((value for value in values if value >= num_params), default=None)
-        if enough is not None and values[0] >= num_params:  # equivalent to the default
-            values = _with_first(enough, values)
-        values = tuple(value for value in values if value < num_params or value == enough)
+        whole = min((value for value in values if value >= num_params), default=None)
+        if whole is not None and values[0] >= num_params:  # equivalent to the default
+            values = _with_first(whole, values)
+        values = tuple(value for value in values if value < num_params or value == whole)
     if setting.values is BUCKETS and roomy_bucket is not None and values[0] > roomy_bucket:
         roomy = [value for value in values if value <= roomy_bucket]
         values = _with_first(max(roomy) if roomy else min(values), values)
