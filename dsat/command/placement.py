@@ -213,7 +213,7 @@ def choose_machines(
     if nodes is not None:
         if nodes > len(found):
             raise UserInputError(
-                f"{_NODES} {nodes}: the hostfile ({path}) leaves only {len(found)} machines",
+                f"{_NODES} {nodes}: only {len(found)} machines of {path} can be used",
                 where=_WHERE,
             )
         found = dict(itertools.islice(found.items(), nodes))

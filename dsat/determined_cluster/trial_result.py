@@ -45,7 +45,7 @@ def from_metric(metric: Any) -> Outcome:
 def from_log(messages: Sequence[str], *, failed: bool) -> Outcome:
     """Return the outcome of a trial that reported no metric, from its log.
 
-    `failed` says whether the master reports a failure; if not, the script may just have ended.
+    `failed` is whether the master reports a failure; otherwise, the script may just have ended.
     """
     lines = [line for message in messages for line in _without_prefix(message)]
     plain = [line for line in lines if LOG_MARK not in line and ATTACHED_MARK not in line]

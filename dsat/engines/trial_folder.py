@@ -73,7 +73,7 @@ class CreatedFolders:
         for name in sorted(left - self._logged):
             if left.isdisjoint(map(str, Path(name).parents)):
                 self._logged.add(name)
-                _log.info("note: the script's new folder %s holds files, and stays", name)
+                _log.info("note: the script wrote files into a new folder, %s. dsat keeps it", name)
 
 
 def log_files(cross_rank: int) -> list[str]:

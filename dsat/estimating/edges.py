@@ -21,7 +21,7 @@ class Edge:
     Attributes:
         memory_bytes: memory of a device.
         missing_bytes: bytes that each device lacks, with 5 % of the need to spare.
-        saved_bytes: saving by activation checkpointing; 0 if it is on, impossible or not predicted.
+        saved_bytes: bytes that activation checkpointing would save; 0 if on, impossible or unknown.
     """
 
     slots: int
@@ -56,12 +56,13 @@ def missing(needed_bytes: int, memory_bytes: int) -> int:
 def nearly_fitting(
     lines: Sequence[Line], saved_bytes: Callable[[Line], int] = lambda line: 0
 ) -> list[Edge]:
-    """Return at most one strategy that nearly fits for each number of devices and size.
+    """Return the first strategy that nearly fits, for each number of devices and memory size.
 
-    It is the first of these in the usual order, if no strategy before it fits.
+    If a strategy before it fits, none is returned.
 
     Args:
-        saved_bytes: saving of a line by activation checkpointing.
+        lines: in the usual order of strategies.
+        saved_bytes: returns the bytes that activation checkpointing would save in a line.
     """
     found: dict[tuple[int, int], Edge | None] = {}
     for line in lines:

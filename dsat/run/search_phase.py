@@ -96,7 +96,7 @@ class SearchPhase:
         """
         try:
             if not isinstance(answer, (Proposal, Wait, Stop)):
-                raise ValueError("it is no Proposal, Wait or Stop")
+                raise ValueError("it is not a Proposal, Wait or Stop")
             plain: Proposal | Wait | Stop = decode(type(answer), encode(answer))
             if isinstance(plain, Proposal):
                 self._check_point(plain.point)

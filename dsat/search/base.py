@@ -19,9 +19,9 @@ from dsat.values.zero_strategy import Strategy
 EXHAUSTED = "every configuration was tried"
 RANGE_FACTOR = search_option(
     "--search-range-factor",
-    "search all micro batches from the beginning, up to X times the largest predicted to fit. "
-    "1 is the predicted range; raise X if the predictions are too high (default: raise micro "
-    "batches step by step, while more samples are faster)",
+    "search all micro batches from the start, up to X times the largest that is predicted to fit. "
+    "Raise X above 1 if predictions of memory are too high (default: raise micro batches step by "
+    "step, while more samples are faster)",
     kind=POSITIVE_NUMBER,
 )
 

@@ -47,8 +47,8 @@ def advise_batch(run: Run) -> list[str]:
     if fixed is not None and not flag:
         fed = fmt.count(fixed.fixed_batch or 0, "sample")
         advice = (
-            "Read it from engine.train_micro_batch_size_per_gpu(), or name the script's flag: "
-            f"{mapping}FLAG."
+            "Read the micro batch from engine.train_micro_batch_size_per_gpu(), or name the "
+            f"script's flag: {mapping}FLAG."
         )
         if fixed.batch_flag:
             advice = f"Add {mapping}{fixed.batch_flag}."
@@ -61,9 +61,9 @@ def advise_batch(run: Run) -> list[str]:
         ]
     if run.profiled is not None and keeps_micro_batch(plan, run.profiled):
         return [
-            "Micro batch: not searched, because the loss compares the samples of a micro batch "
-            f"with each other, so one other than {own.micro_batch} changes the training. "
-            "--train-batch-size any searches other micro batches."
+            f"Micro batch: kept at {own.micro_batch}, because the loss compares the samples of a "
+            "micro batch with each other: another size changes the training. "
+            "--train-batch-size any searches other sizes."
         ]
     if not free_batch.leaves_nothing_to_trade(plan):
         return []
@@ -118,14 +118,14 @@ def _scale_schedule(run: Run, ratio: float) -> list[str]:
     said = f"Schedule: to keep the number of samples, change {', '.join(scaled)}."
     if "total_num_steps" in lengths:  # HfTrainerDeepSpeedConfig.trainer_config_finalize
         said += (
-            " A Trainer with a number of epochs accepts only the total_num_steps that it computes, "
-            "which its error message shows."
+            " If the Trainer's length is a number of epochs, it accepts only the total_num_steps "
+            "that it computes itself. Its error message shows this number."
         )
     return [said]
 
 
 def advise_script(run: Run, best: Trial) -> list[str]:
-    """Return how to set the script's switches and flag for the best configuration."""
+    """Return what to set in the script or its arguments for the best configuration."""
     own, found = own_switches(run), {} if run.profile is None else run.profile.switches
     warnings = run.outcomes[best.id].warnings
     in_arguments = any(switch.in_arguments for switch in found.values())

@@ -31,7 +31,7 @@ def find_caveats(run: Run, best: Trial, outcome: Outcome, found: Gain | None) ->
 
     Args:
         outcome: median outcome of `best`.
-        found: the gain that the finals measured; None until they are over.
+        found: the gain that the finals measured; None before they end.
     """
     version, training = run.deepspeed_version, training_of(run.plan, best)
     for fault in hazards.find(version, training, hazards.GRADIENTS, hazards.SLOW):
@@ -111,7 +111,7 @@ def _warn_of_drift(run: Run) -> Iterator[str]:
 
 
 def _warn_of_steps(run: Run) -> Iterator[str]:
-    """Warn if long steps of the training were left out, or if shares of evaluation differ."""
+    """Warn if long steps of the training were excluded, or if shares of evaluation steps differ."""
     other = run.leader if run.best is run.baseline else run.best
     ended = (run.outcomes.get(each.id) if each else None for each in (run.baseline, other))
     curves = (None if outcome is None else outcome.training for outcome in ended)

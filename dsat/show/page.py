@@ -32,7 +32,7 @@ def write_page(view: RunView, folder: Path, train_line: str) -> None:
 
 
 def watch_html(view: RunView, folder: str) -> str:
-    """Return the page of `dsat watch`, whose script fetches the result of `watch_parts`."""
+    """Return the page of `dsat watch`; its script fetches what `watch_parts` returns."""
     script = _template("watch.js")
     return _render("page.html", view=view, folder=folder, watch=script, plots=[])
 

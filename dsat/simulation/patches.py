@@ -237,7 +237,7 @@ def ulysses_groups(module: torch.nn.Module, *, size: int, micro_batch: int) -> A
 
     kernel = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if kernel is None:
-        raise SimulationUnsupported("sequence parallelism of a model that is not of transformers")
+        raise SimulationUnsupported("sequence parallelism of a model that is not from transformers")
     deepspeed.comm.init_distributed(get_accelerator().communication_backend_name())
     return UlyssesSPAttentionHF.register_with_transformers(
         module,

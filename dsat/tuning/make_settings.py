@@ -91,7 +91,7 @@ def make_settings(
             f"method {method!r} takes no {unknown[0]!r} (choose from {known})",
             where="search_options",
         )
-    try:  # to what a resumed run reads from its journal
+    try:  # convert to the values that a resumed run reads from its journal
         recorded = json.loads(json.dumps(encode(search_options or {}), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise UserInputError(f"cannot be recorded: {error}", where="search_options") from None

@@ -79,7 +79,7 @@ class Prepared:
         return [*plans.make_notes(self.settings, self.plan), *of_section]
 
     def after(self, run: Run) -> Prepared:
-        """Return a copy that avoids problems of starting ranks that earlier trials reported."""
+        """Return a copy that starts ranks without the problems that earlier trials reported."""
         shown = {warning for outcome in run.outcomes.values() for warning in outcome.warnings}
         settings, hosts, program = self.settings, self.hosts, self.program
         # The reason may follow in parentheses.
@@ -253,7 +253,7 @@ def _choose_slots(
     program, available = source.program, all_slots(hosts, source.program)
     if program.needs_command and len(hosts) > 1:
         raise UserInputError(
-            "runs on one machine only, because its ranks cannot be started by themselves: "
+            "runs on one machine only, because dsat cannot start its ranks itself: "
             f"{program.needs_command}",
             where="command",
             hint="Use --engine local, or let torchrun or deepspeed start the ranks of a script.",

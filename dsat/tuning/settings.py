@@ -241,8 +241,9 @@ class Settings(Target):
         kind=at_least(1),
         default=TrialOptions.end_step,
         group=Group.MEASURING,
-        help="measure up to this step (on an accelerator for 2 s at least, after 1 s of warm-up), "
-        "then on while the mean step time is uncertain by over 2 %% and may still be the best",
+        help="measure at least up to this optimizer step (on an accelerator, 2 s or more after 1 s "
+        "of warm-up), and longer while the mean step time is uncertain by over 2 %% and the trial "
+        "may still be the best",
     )
     max_profile_steps: int = option(
         "--max-measured-steps",
@@ -307,7 +308,8 @@ class Settings(Target):
     dry_run: bool = option(
         "--dry-run",
         group=Group.FIRST,
-        help="print the plan, run no trial; a command that names no script runs up to its training",
+        help="print the plan and run no trial; a command that does not name its script is run, up "
+        "to its training",
     )
     json: bool = option(
         "--json",

@@ -227,7 +227,7 @@ def test_a_search_on_two_machines_of_a_hostfile(
 
     refused = tuned_with("n2 slots=1\nlocked slots=1\n")
     assert refused.returncode == 2
-    assert "host locked without a question: " in refused.stderr
+    assert "host locked without a prompt: " in refused.stderr
     assert "Permission denied" in refused.stderr.splitlines()[-1]
     told = tuned_with("n2 slots=1\nn3 slots=1\n")
     assert told.returncode == 0, told.stdout + told.stderr

@@ -19,7 +19,7 @@ from dsat.in_trial.adapters.user_files import UserFiles, absolute
 NOT_CHANGED = "trials do not change older files: {} did nothing"
 NOT_SAVED = "checkpoints are neither saved, loaded nor deleted in trials: {} did nothing"
 NOT_LOADED = (
-    "{} loaded only the client state, as model and optimizer fit only the stage that saved them"
+    "{} loaded only the client state: other ZeRO stages cannot load model and optimizer states"
 )
 INSTEAD = "trials do not change older files: the script's output goes to the trial's folder"
 _BESIDE = ("dir_fd", "src_dir_fd", "dst_dir_fd")  # folder descriptors, which `shutil.rmtree` passes
