@@ -213,7 +213,7 @@ def choose_machines(
     if nodes is not None:
         if nodes > len(found):
             raise UserInputError(
-                f"{_NODES} {nodes}: only {len(found)} machines of {path} can be used",
+                f"{_NODES} {nodes}: the hostfile ({path}) has only {len(found)} usable machines",
                 where=_WHERE,
             )
         found = dict(itertools.islice(found.items(), nodes))

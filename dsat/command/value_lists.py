@@ -100,7 +100,7 @@ def _options(key: str, item: Any, where: str) -> list[Any]:
         return _product(item, where) or [dict(item)]
     if isinstance(item, list):
         raise UserInputError(
-            f"contains a list inside a list, {item!r}",
+            f"is a list inside a list: {item!r}",
             where=where,
             hint="Write one list of values.",
         )

@@ -37,9 +37,7 @@ def check_installed(master: str) -> None:
     if importlib.util.find_spec("determined") is None:
         problem = "determined is not installed, but tuning on a cluster needs it"
     elif importlib.util.find_spec("determined.searcher") is None:
-        problem = (
-            "the installed determined has no custom searchers, unlike 0.28 to 0.37"
-        )
+        problem = "the installed determined has no custom searchers, unlike 0.28 to 0.37"
     else:
         return
     raise UserInputError(
