@@ -217,7 +217,7 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     """Build the parser of all commands, for words from which `split` has removed the target.
 
     Args:
-        only: build, faster, the parser of this command only; any other name for all commands.
+        only: a command; parsing no other is faster. None or an unknown name for all commands.
     """
     parser = argparse.ArgumentParser(
         prog="dsat",

@@ -188,7 +188,7 @@ class Master:
         return self.ask(lambda: list(self._determined.get_experiment(experiment_id).iter_trials()))
 
     def running_trials(self, experiment_id: int) -> dict[tuple[int, int], int]:
-        """Return the ids of running trials, by number in the search and restarts; do not retry."""
+        """Return ids of running trials, by number in the search and of restarts; do not retry."""
         pages = self._read_paginated(
             lambda offset: self._api.get_GetExperimentTrials(
                 self.session, experimentId=experiment_id, offset=offset, limit=100
@@ -244,7 +244,7 @@ def is_ending(state: str) -> bool:
 
 @contextlib.contextmanager
 def silence_determined() -> Iterator[None]:
-    """Hide standard output, such as determined's progress bar, and warnings about its code."""
+    """Hide standard output, such as determined's progress bar, and warnings of its code."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)

@@ -20,7 +20,7 @@ class Edge:
 
     Attributes:
         memory_bytes: memory of a device.
-        missing_bytes: bytes that each device lacks, with 5 % of the need to spare.
+        missing_bytes: bytes that each device lacks, including a margin of 5 % of the need.
         saved_bytes: bytes that activation checkpointing would save; 0 if on, impossible or unknown.
     """
 
@@ -49,7 +49,7 @@ def describe(missing_bytes: int, saved_bytes: int) -> str:
 
 
 def missing(needed_bytes: int, memory_bytes: int) -> int:
-    """Return the bytes that a device lacks, with 5 % of the need to spare; negative if it fits."""
+    """Return the bytes that a device lacks, including a margin of 5 %; negative if none are."""
     return round(needed_bytes * UNCALIBRATED_MARGIN) - memory_bytes
 
 

@@ -48,7 +48,7 @@ class Fit:
         host_bytes: bytes that the ranks of a host need: to load the weights, or to train.
         saved_bytes: part of `host_bytes` that `"pin_memory": false` saves.
         host_limit: bytes of the host; None if unknown.
-        fits: whether the memory of devices and host suffices, with 5 % of the need to spare.
+        fits: whether the memory of devices and host suffices, with a margin of 5 %.
         largest: the largest micro batch that fits the devices; 0 if none does.
         saved_by_checkpointing: bytes of a device that activation checkpointing would save, if the
             user's own configuration was simulated and does not fit; else 0.

@@ -45,8 +45,8 @@ class EstimateSettings(ModelSettings):
 
     Attributes:
         host_memory: bytes of a host, which has up to 8 devices; None if unknown.
-        fits: number of devices, bytes of each, and bytes of a host or None; None for tables of all
-            strategies.
+        fits: number of devices, bytes of each, and bytes of a host (None if unknown) to compare
+            with; if None as a whole, print tables of all strategies.
     """
 
     summary: ClassVar[str] = (

@@ -128,7 +128,7 @@ class LineByLine:
         return f"{self._simulated} of {len(self._asked)} lines are simulated"
 
     def simulate(self) -> Iterator[int]:
-        """Simulate the lines, the likely advice first; simulate none if `--formula` suffices.
+        """Simulate the lines, the likely advice first; do nothing if `--formula` suffices.
 
         Yields:
             The number of devices of each line, once it is simulated. Before the first line, the

@@ -94,8 +94,8 @@ def _batch_sizes(settings: ProjectSettings, config: Mapping[str, Any]) -> dict[s
     """Return the batch sizes that the user gave.
 
     With `--model`, `config` contains a micro batch of 1 that dsat added, so the user's own file is
-    read again. If `--train-batch-size` is divisible by the configuration's micro batch, that stays;
-    else, if divisible by them, the accumulation steps stay.
+    read again. `--train-batch-size` replaces all sizes, except the first of micro batch and
+    accumulation steps that divides it.
     """
     if settings.model is not None:
         path = settings.ds_config

@@ -105,7 +105,7 @@ class Traced:
         return self.parallelism.data(slots) * each
 
     def gas(self, slots: int, micro_batch: int) -> int:
-        """Return the accumulation steps of the global batch; 0 if it is not divisible."""
+        """Return the accumulation steps of the global batch; 0 if there is no whole number."""
         groups = self.parallelism.data(slots) * micro_batch
         found, left = divmod(self.global_batch(slots), groups)
         return 0 if left else found

@@ -18,7 +18,7 @@ _LARGE_BUCKET = 1 / 16  # of a device's memory, as in dsat.run.strategies
 
 
 def blame_bucket(run: Run, trial: Trial) -> str:
-    """Return a clause on the memory of DeepSpeed's default bucket; empty if small or unused."""
+    """Return a clause on the memory of DeepSpeed's default bucket; empty if it takes little."""
     config, profile = run.plan.config(trial.overrides), run.profile
     zero = config.get("zero_optimization") or {}
     if profile is None or of_config(config).stage == 0 or zero.get(_BUCKET) is not None:
@@ -34,7 +34,7 @@ def blame_bucket(run: Run, trial: Trial) -> str:
 
 
 def advise_batch(run: Run) -> list[str]:
-    """Explain why the micro batch was not searched and how to change that; empty if it was."""
+    """Return why the micro batch was not searched, and how to search it; empty if it was."""
     plan = run.plan
     own = plan.own_batch
     fixed = next((each for each in run.outcomes.values() if each.fixed_batch), None)
@@ -155,7 +155,7 @@ def advise_script(run: Run, best: Trial) -> list[str]:
 
 
 def advise_saving(run: Run, best: Trial) -> list[str]:
-    """Return how to save a model in stage 3, if the user's own stage differs."""
+    """Return how to save a model in stage 3, if the best trial uses it and the user does not."""
     if best.stage != 3 or of_config(run.plan.base_config).stage == 3:
         return []
     return [

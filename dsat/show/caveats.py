@@ -27,7 +27,7 @@ _QUIETER = "End other programs on the machine, or measure longer (--max-measured
 
 
 def find_caveats(run: Run, best: Trial, outcome: Outcome, found: Gain | None) -> Iterator[str]:
-    """Yield the warnings.
+    """Yield warnings about the run and the gain of `best`, the recommended trial.
 
     Args:
         outcome: median outcome of `best`.
@@ -91,7 +91,7 @@ def _intervals(run: Run, trials: Iterable[Trial]) -> list[float]:
 
 
 def _warn_of_drift(run: Run) -> Iterator[str]:
-    """Warn if the user's own configuration changed its speed during the run."""
+    """Warn if the speed of the user's own configuration changed during the run."""
     own = run.baseline
     if own is None:
         return

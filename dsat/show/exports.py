@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
     from dsat.show.view import RunView, TrialView
 
-_MOST_TEXT = 2000  # of a message: databases have limits
+_MOST_TEXT = 2000  # characters of a text, because databases have limits
 _DATABASES = ("mlflow", "optuna", "sqlalchemy")  # packages that raise the errors of databases
 
 
 def rows(view: RunView) -> list[dict[str, Any]]:
-    """Return a flat row of text, numbers and None for each trial.
+    """Return a row for each trial, whose values are text, numbers or None.
 
-    Settings are `config.KEY`, switches `script.KEY`, measurements `metrics.KEY`.
+    Columns `config.KEY` are settings, `script.KEY` switches, and `metrics.KEY` measurements.
     """
     found = []
     for each in view.trials:
@@ -183,6 +183,8 @@ def export(view: RunView, to: str, output: Path, name: str) -> None:
     """Write a run for another tool.
 
     Args:
+        to: a key of `EXPORTERS`.
+        output: file or folder to make.
         name: name of the study or experiment.
 
     Raises:

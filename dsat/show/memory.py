@@ -11,7 +11,7 @@ from dsat.values.outcome import Outcome
 
 
 def used_bytes(run: Run, outcome: Outcome) -> int | None:
-    """Return the peak memory of a device, as predictions count it; None if not measured.
+    """Return the peak bytes of a device, counted as in predictions; None if not measured.
 
     Without `--slot-memory`, the driver's context and libraries are included.
     """

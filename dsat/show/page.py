@@ -26,7 +26,7 @@ _VEGA_LITE = "6.1"
 
 
 def write_page(view: RunView, folder: Path, train_line: str) -> None:
-    """Write the page into a run's folder; `train_line` is as for `summary.write_files`."""
+    """Write the page into a run's folder; for `train_line`, see `summary.write_files`."""
     text = _render("page.html", watch="", **_parts(view, TRIALS_FOLDER, train_line))
     write_atomically(folder / PAGE_FILE, text)
 

@@ -71,7 +71,7 @@ def load(path: Path | None = None) -> PastRun:
     """Read a run.
 
     Args:
-        path: its folder, or the folder's name in `dsat_runs`; by default the newest run.
+        path: the run's folder, or that folder's name in `dsat_runs`; None for the newest run.
 
     Raises:
         UserInputError: there is no such run, or it has not begun.

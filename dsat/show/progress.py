@@ -25,7 +25,7 @@ def describe_progress(run: Run) -> list[str]:
 
 
 def describe_activity(trial_folder: Path) -> str:
-    """Return what a running trial is doing; it waits for devices until its folder exists."""
+    """Return what a running trial is doing; a trial without a folder still waits for devices."""
     if not trial_folder.exists():
         return "waits for devices"
     steps = read_steps(trial_folder)

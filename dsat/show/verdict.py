@@ -102,7 +102,7 @@ def verdict(run: Run) -> Verdict:
 
 
 def search_gain(run: Run) -> float | None:
-    """Return the gain of `run.best_value` over the user's own value, if both exist."""
+    """Return the gain of `run.best_value` over the user's own value; None unless both exist."""
     own = None if run.baseline is None else final_value(run, run.baseline)
     if own is None or run.best_value is None:
         return None

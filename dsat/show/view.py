@@ -29,7 +29,7 @@ class TrialView:
     Attributes:
         result: how the trial ended, or `running`, or `interrupted`.
         value: value of the objective; None if not measured, and for a profile trial.
-        used_bytes: peak of a device, comparable with the prediction.
+        used_bytes: peak memory of a device, counted as in predictions; None if not measured.
         settings: overrides with batch sizes, by dotted path, and switches; without secrets.
         ended_s: time of the end, in seconds of the run's wall time; None if unknown.
         ended_at_s: time of the end, in seconds since the epoch; None if unknown.

@@ -61,7 +61,7 @@ def make_settings(
         values: the user's values, by name of setting; options of methods and places by keyword.
         given: the flag or keyword of each value, for messages.
         keeps_batch: whether to use the defaults of `dsat tune`: throughput, own global batch.
-        search_options: more arguments of the search, which need no declared option.
+        search_options: further arguments of the search's constructor, declared as options or not.
 
     Raises:
         UserInputError: the method or an option of it is unknown, or values contradict each other.

@@ -51,7 +51,7 @@ class Prepared:
     """Everything known before a run begins.
 
     Attributes:
-        line: command line; None if started from Python.
+        line: the search as a command line; None if no command line equals the call from Python.
         hosts: hosts of trials; this machine comes first if it is one of them.
         section: enabled `autotuning` section of the user's DeepSpeed configuration, if any.
         first: the user's command, already running as the first trial; None if it is not.

@@ -167,7 +167,7 @@ def read(folder: Path) -> Run:
 
 
 def keep_budget(run: Run, settings: Settings, plan: Plan) -> Plan:
-    """Return a plan with a resumed run's own numbers of trials and finals, if none are given."""
+    """Return a plan with the numbers of trials and finals of a resumed run, unless given anew."""
     if not run.has_begun:
         return plan
     own: dict[str, Any] = {"max_trials": run.plan.max_trials, "finals": run.plan.finals}
@@ -201,7 +201,7 @@ def earlier_runs(folder: Path, run: Run, plan: Plan, info: Mapping[str, Any]) ->
 def _set_aside(journal: Path, results: Sequence[Path] = ()) -> None:
     """Copy a journal, rename results, then empty the journal.
 
-    A kill in between leaves a run that can resume.
+    If dsat is killed in between, the run can still resume.
     """
     number = 1
     while (aside := journal.with_name(f"{journal.stem}-{number}.jsonl")).exists():

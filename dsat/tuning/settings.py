@@ -60,7 +60,7 @@ class Settings(Target):
 
     Attributes:
         search_options: values of the method's options, by parameter of the search's constructor.
-        place_options: options of the hosts' place that the user set, by keyword.
+        place_options: options of a place of hosts, such as Ray, that the user set, by keyword.
         given: where the user set a setting (a flag, a keyword, or a key of the `autotuning`
             section), by name of the setting; those that the user did not set are absent.
     """
@@ -212,8 +212,8 @@ class Settings(Target):
         "--max-seq-length",
         kind=at_least(1),
         group=Group.SPACE,
-        help="the longest sequence of your data, in tokens: the verdict warns if the best would "
-        "not fit there (default: the longest seen, or what the model takes if lengths vary)",
+        help="the longest sequence of your data, in tokens: the verdict warns if it would not "
+        "fit (default: the longest seen, or what the model takes if lengths vary)",
     )
     trial_timeout_s: float = option(
         "--trial-timeout",

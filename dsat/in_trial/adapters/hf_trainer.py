@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # imports torch
     from dsat.in_trial.script_switches import ScriptSwitches
 
 NO_CPU_RANKS = (
-    "accelerate takes each rank on a CPU for the only one. dsat corrects this, but only in runs "
+    "accelerate treats each rank on a CPU as the only one. dsat corrects this, but only in runs "
     "that dsat starts"
 )
 
