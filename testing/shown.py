@@ -29,6 +29,7 @@ _IF_SLOW = (
     "checking the configuration with DeepSpeed",
     "importing torch and DeepSpeed",
     "counting the model's parameters and activations",
+    "simulation: building the model",
     "your command runs, up to its first optimizer step",
 )
 

@@ -298,7 +298,7 @@ def _pinning(lines: Sequence[Line]) -> list[str]:
     most = max(saved, key=lambda line: line.saved)
     return [
         f'"pin_memory": false saves up to {fmt.memory(most.saved)} of host memory '
-        f"({most.strategy.label} on {most.slots} GPUs), but slows copies down."
+        f"({most.strategy.label}, {fmt.count(most.slots, 'GPU')}), but slows copies down."
     ]
 
 
