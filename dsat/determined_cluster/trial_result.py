@@ -103,7 +103,7 @@ def _crash(
     """Return the outcome of a script that failed, from its log alone."""
     exception = _last_exception(plain)
     tail = "\n".join(_last_traceback(plain) or plain[-_TAIL_LINES:])
-    if reports and not exception:  # a launcher fails, for example, after ranks that ended
+    if reports and not exception:  # for example, a launcher failed after its ranks had ended
         ended = Outcome.from_json(reports[0])
         return replace(ended, detail=ended.detail or tail)
     if reports:

@@ -241,7 +241,8 @@ def _candidates(model: SimulatedModel, devices: EstimateSettings) -> Iterator[_C
         table = LineByLine(replace(model, config=config), devices, switches)
         return table, list(table.fastest_first())
 
-    ways = ((0, True), (1, True), (2, True), (1, False), (2, False))  # offloaded states, pins
+    # Number of offloaded states, and whether they are pinned.
+    ways = ((0, True), (1, True), (2, True), (1, False), (2, False))
     recomputing = (False, True)[: 1 + may_recompute]
     for (offloaded, pins), recomputes in itertools.product(ways, recomputing):
         config = model.config if pins else _unpinned(model.config)

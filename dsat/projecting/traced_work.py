@@ -167,7 +167,7 @@ def work_of(
         collectives += [replace(group, last=False) for group in collectives]
     hooks_s = _hooks_s(kernels, stage) * trace.parameters
     hooks_s += _pair_s(stage) * trace.parameters**2
-    # Converts bytes of host work in the passes to bytes that the link moves in the same time.
+    # Factor from bytes of host work in the passes to bytes that the link moves in the same time.
     pcie_for_host = hardware.pcie_bandwidth / cluster.host_bandwidth
     once = {kind: _once(trace, kind) if every else 0.0 for kind in (MEMORY, HOST, TRANSFER)}
     found = {

@@ -177,7 +177,7 @@ def _data_parallel(
 def _measured(settings: Settings, experiment: Experiment, device: str) -> dict[str, Any]:
     """Return the program, measured steps and device, which must stay the same on resuming."""
     left_out = [ds_config.OVERWRITE_KEY]
-    if not isinstance(experiment.hparams[ds_config.CONFIG_KEY], str):  # inline
+    if not isinstance(experiment.hparams[ds_config.CONFIG_KEY], str):  # an inline configuration
         left_out.append(ds_config.CONFIG_KEY)
     program = {
         "entrypoint": experiment.entrypoint,

@@ -154,7 +154,7 @@ def _prepare(
         source = source.complete_from_record(first)
     elif is_recorded or source.unknown:
         source = source.run_to_training(settings.trial_timeout_s, settings.slots)
-    if section is None:  # the run of the command may have shown one
+    if section is None:  # running the command may have revealed one
         section, settings = _read_section(settings, source)
     _check_packages(settings, source)
     defaults = installed_deepspeed.check(source.experiment, source.program)
@@ -266,7 +266,7 @@ def _choose_slots(
     if settings.engine in ENGINE_NAMES:  # other engines may run trials elsewhere
         _check_slots(settings, chosen, slots)
     if program.launch.takes_all and slots == available and not hosts[0].machine.left_out:
-        program = replace(program, slots=slots)  # the command itself starts as many
+        program = replace(program, slots=slots)  # the command itself starts as many ranks
     mappings = _check_mappings(settings, program)
     experiment = replace(source.experiment, arg_mappings=mappings)
     return replace(source, experiment=experiment, program=program), chosen, slots
