@@ -48,7 +48,7 @@ class GridSearch(Search):
             kind=at_least(1),
         ),
         "early_stopping": early_stopping(
-            "leave a ZeRO stage after N trials without a better one in it"
+            "skip the rest of a ZeRO stage after N of its trials without a better one"
         ),
     }
 

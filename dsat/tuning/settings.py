@@ -107,11 +107,10 @@ class Settings(Target):
         "--finals",
         kind=at_least(0),
         group=Group.SEARCH,
-        help="run the best configuration and yours again in turns after the search, in at most N "
-        "trials, to be sure of the gain. Raise N to confirm a small gain; 0 saves the time "
-        "(default: up to 7, or 15 while they take less than 30 %% of the search's time). The "
-        "search leaves a quarter of --max-trials to them, at least 5, or 2 if --max-trials is "
-        "4 to 11",
+        help="after the search, run the best configuration and yours again in turns, in at most N "
+        "trials, to confirm the gain. Raise N to confirm a small gain; 0 saves the time (default: "
+        "up to 7, or 15 while they take less than 30 %% of the search's time). A quarter of "
+        "--max-trials is reserved for finals, at least 5, or 2 if --max-trials is 4 to 11",
     )
     seed: int = option(
         "--random-seed",
@@ -127,9 +126,9 @@ class Settings(Target):
         choices=MEMORY_MODELS,
         default=BY_SIMULATION,
         group=Group.SEARCH,
-        help="how to predict memory, so that no trial starts that cannot fit: by DeepSpeed on "
-        "fake tensors, which takes seconds for each strategy (on a cluster, the formula is used "
-        "instead); by a formula, at once; or not at all",
+        help="how to predict which trials do not fit, so that they are not run: simulation runs "
+        "DeepSpeed on fake tensors, in seconds for each strategy (on a cluster, the formula is "
+        "used instead); formula answers at once; none predicts nothing",
     )
     zero_stages: tuple[int, ...] | None = option(
         "-z",
@@ -303,7 +302,7 @@ class Settings(Target):
     run_full_experiment: bool = option(
         "--run-full-experiment",
         group=Group.RESULT,
-        help="then train in full length with the best configuration",
+        help="after the search, train in full length with the best configuration",
     )
     dry_run: bool = option(
         "--dry-run",
