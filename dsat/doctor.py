@@ -168,7 +168,7 @@ def _toolkit() -> Finding:
 
 
 def _operators_without_nvcc() -> list[str]:
-    """Return DeepSpeed's optimizers that need nvcc, as they were not compiled at installation."""
+    """Return DeepSpeed's optimizers that need nvcc, because installation did not compile them."""
     built = _read_module("deepspeed", "git_version_info_installed.py").get("installed_ops", {})
     # DeepSpeed 0.19.8 has no such file: it compiles CPUAdam with a C++ compiler alone.
     by_nvcc = {"fused_adam": "FusedAdam"}

@@ -85,8 +85,8 @@ class InvalidTrial(DsatError):
     """Inside a trial: the script did not follow the trial's configuration.
 
     Attributes:
-        facts: fields of `Outcome`, from the keyword arguments; `smaller_may_run` is also true if
-            `most_samples` is known.
+        facts: the keyword arguments, which become fields of `Outcome`; `smaller_may_run` is also
+            true if `most_samples` is known.
     """
 
     def __init__(

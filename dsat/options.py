@@ -69,6 +69,7 @@ class Option:
 
     Attributes:
         flags: names on the command line; a positional argument has one name, without dashes.
+        kind: type of the values; None for a flag without a value.
         default: the default, as a user would write it.
         metavar: the placeholder of a value in `--help`; by default the kind's.
         choices: all allowed values, if they are few.
@@ -240,7 +241,7 @@ def _measure(value: Any, units: Mapping[str, int]) -> float:
 
 
 def memory_size(value: str | int) -> int:
-    """Return the bytes of `24GiB`, `512MB` or a plain number; raise ValueError for other text."""
+    """Return the bytes of `24GiB`, `512MB` or a plain number; raise ValueError if invalid."""
     size = _measure(value, _MEMORY_UNITS)
     if not 1 <= size <= LARGEST_INTEGER:
         raise ValueError(f"invalid memory size {value!r}: write, for example, 24GiB")
@@ -259,7 +260,7 @@ def write_memory_size(size_bytes: int) -> str:
 
 
 def amount(value: str | float) -> float:
-    """Return the number of `1T`, `300B`, `40M` or a plain number; raise ValueError otherwise."""
+    """Return the number of `1T`, `300B`, `40M` or a plain number; raise ValueError if invalid."""
     found = _measure(value, _AMOUNTS)
     if not 0 < found < _LARGEST_AMOUNT:
         raise ValueError(f"invalid amount {value!r}: write, for example, 300B or 1T")
@@ -267,7 +268,7 @@ def amount(value: str | float) -> float:
 
 
 def duration_s(value: str | float) -> float:
-    """Return the seconds of `90`, `90s`, `10m` or `1h`; raise ValueError for other text."""
+    """Return the seconds of `90`, `90s`, `10m` or `1h`; raise ValueError if invalid."""
     duration = _measure(value, _TIME_UNITS)
     if not 0 < duration <= _LONGEST_S:
         raise ValueError(f"invalid duration {value!r}: write, for example, 90s, 10m or 1h")

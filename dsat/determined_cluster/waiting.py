@@ -114,7 +114,8 @@ class TimeLimit:
     A trial ends itself at the limit, but only once its script has called dsat.
 
     Args:
-        ask: returns the ids of running trials, by number in the search and restarts.
+        ask: returns ids of running trials, by number in the search and of restarts.
+        timeout_s: the user's limit; a trial may hold its slots for up to a minute more.
     """
 
     def __init__(
