@@ -16,7 +16,7 @@ from dsat.values import parallelism
 _USES_DEEPSPEED = "ACCELERATE_USE_DEEPSPEED"
 CONFIG_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
 _GAS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-# Variables whose settings are in the configuration file.
+# Variables for settings that the configuration file contains.
 _IN_THE_FILE = ("ACCELERATE_DEEPSPEED_ZERO_STAGE", "ACCELERATE_GRADIENT_CLIPPING")
 _ZERO3_INIT = "ACCELERATE_DEEPSPEED_ZERO3_INIT"
 _IN_THE_FILE_PREFIX = "ACCELERATE_DEEPSPEED_OFFLOAD_"
@@ -31,9 +31,9 @@ def uses_deepspeed(env: Mapping[str, str]) -> bool:
 
 
 def use_config(env: Mapping[str, str], path: str, config: Mapping[str, Any]) -> dict[str, str]:
-    """Return a copy of `env` with which accelerate passes the configuration file at `path`.
+    """Return a copy of `env` that makes accelerate pass the configuration file at `path`.
 
-    Nothing changes if accelerate passes no DeepSpeed configuration.
+    The copy is unchanged if accelerate does not use DeepSpeed.
     """
     if not uses_deepspeed(env):
         return dict(env)

@@ -16,7 +16,7 @@ def read_text(path: Path) -> str:
     """Read the text of a file.
 
     Raises:
-        UserInputError: it cannot be read, is not a regular file, or is not UTF-8 text.
+        UserInputError: the file cannot be read, is not a regular file, or is not UTF-8 text.
     """
     try:
         if path.exists() and not path.is_file():  # a pipe can be read once, and dsat reads twice
@@ -34,7 +34,7 @@ def read_text(path: Path) -> str:
 
 
 def copy_as_json(data: Any, at: str = "") -> Any:
-    """Return a copy of a value made through JSON: keys are text, and no objects are shared.
+    """Return a copy of a value, made through JSON: keys are text, and no objects are shared.
 
     Raises ValueError, with the place, if JSON cannot hold a value; RecursionError if too deep.
     """

@@ -1,4 +1,4 @@
-"""DeepSpeed configurations: a reader of files, and pure functions, which change no argument."""
+"""DeepSpeed configurations: reading files, and pure functions, which change no argument."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read(path: Path) -> dict[str, Any]:
     """Read a DeepSpeed configuration from a file of any name, and `normalize` it.
 
     Raises:
-        UserInputError: it cannot be read, does not parse (with the line), or is not a mapping.
+        UserInputError: the file cannot be read, cannot be parsed, or holds no mapping.
     """
     try:
         return normalize(parse(document.read_text(path)))
@@ -54,7 +54,7 @@ def parse(text: str) -> dict[str, Any]:
     """Parse a configuration as DeepSpeed does: JSON, or Hjson with its comments.
 
     Raises:
-        ValueError: it does not parse, is not a mapping, repeats a key, or holds NaN or infinity.
+        ValueError: the text cannot be parsed, is no mapping, repeats a key, or has NaN or infinity.
     """
     # hjson is not used for valid JSON, because it converts 1.0 and 5e8 to integers.
     try:
@@ -83,7 +83,7 @@ def _parse_hjson(text: str) -> Any:
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a mapping; refuse duplicate keys as `dict_raise_error_on_duplicate_keys` does."""
+    """Make a mapping; refuse duplicate keys, as DeepSpeed does."""
     found = dict(pairs)
     if len(found) < len(pairs):
         counts = Counter(key for key, _ in pairs)
@@ -154,7 +154,7 @@ def merge(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, An
 
 
 def _copy(value: Any) -> Any:
-    """Copy a value; of JSON values this is several times as fast as `copy.deepcopy`."""
+    """Copy a value; for JSON values, this is several times as fast as `copy.deepcopy`."""
     if isinstance(value, dict):
         return {key: _copy(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -164,7 +164,7 @@ def _copy(value: Any) -> Any:
 
 
 def fill_in_auto(config: Mapping[str, Any], passed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a configuration; replace "auto" values with the values in `passed`."""
+    """Return a copy of a configuration, with the values in `passed` for "auto" values."""
     result = {}
     for key, value in config.items():
         other = passed.get(key)
@@ -179,7 +179,7 @@ def fill_in_sizes(zero: Mapping[str, Any], hidden_size: int | None) -> dict[str,
     """Replace "auto" sizes of `zero_optimization` as a Trainer does.
 
     Args:
-        zero: the section, or a mapping that contains its settings among others.
+        zero: the section, or a mapping that contains the section's settings among others.
         hidden_size: the model's hidden size; None to replace nothing.
     """
     computed = BY_HIDDEN_SIZE if hidden_size else {}
@@ -190,7 +190,7 @@ def fill_in_sizes(zero: Mapping[str, Any], hidden_size: int | None) -> dict[str,
 
 
 def flat(config: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return the settings of all sections by their dotted paths."""
+    """Return the settings of all sections, keyed by dotted path."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -209,7 +209,7 @@ def at(config: Mapping[str, Any], path: str) -> Any:
 
 
 def check_groups(config: Mapping[str, Any], slots: int, *, where: str) -> None:
-    """Raise UserInputError if the groups of a configuration do not divide a trial's devices."""
+    """Raise UserInputError if a configuration's groups do not divide the devices of a trial."""
     shared = parallelism.of_config(config)
     if slots % shared.shared:
         raise UserInputError(
@@ -227,15 +227,15 @@ def check_groups(config: Mapping[str, Any], slots: int, *, where: str) -> None:
 
 
 def secondary_group(config: Mapping[str, Any]) -> int:
-    """Return how many devices share a copy of the parameters (ZeRO++); 1 if there is no copy."""
+    """Return how many devices share a secondary copy of the parameters (ZeRO++); 1 without one."""
     size = at(config, "zero_optimization.zero_hpz_partition_size")
     return 1 if size in (None, AUTO, 0) else int(size)
 
 
 def secondary_divides(config: Mapping[str, Any], slots: int, stage: int) -> bool:
-    """Return whether the groups of devices that share a copy divide the devices.
+    """Return whether the groups of devices that share a secondary copy divide all devices.
 
-    Only stage 3 has them; see `_create_zero_param_parallel_group` in utils/groups.py, 0.19.8.
+    Only stage 3 has such groups (`_create_zero_param_parallel_group` in utils/groups.py, 0.19.8).
     """
     return stage != 3 or slots % min(secondary_group(config), slots) == 0
 
@@ -252,7 +252,7 @@ def refuse_zenflow(config: Mapping[str, Any], *, where: str) -> None:
 
 
 def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> BatchTriple:
-    """Derive the batch sizes on a trial's devices, as DeepSpeed does.
+    """Derive the batch sizes of a trial from its configuration and devices, as DeepSpeed does.
 
     See `DeepSpeedConfig._set_batch_related_parameters`; AutoTP then divides the global batch.
 
@@ -261,7 +261,7 @@ def resolve_batch(config: Mapping[str, Any], slots: int, *, where: str) -> Batch
 
     Raises:
         UserInputError: both global and micro batch are missing, a size is not a positive integer,
-            or they contradict each other; groups do not divide the devices; or ZenFlow is on.
+            sizes contradict each other, groups do not divide the devices, or ZenFlow is on.
     """
     check_groups(config, slots, where=where)
     refuse_zenflow(config, where=where)
@@ -321,7 +321,8 @@ _TYPES = {"float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32",
 def data_types(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Return the types (fp16, bf16, fp32) of the model and of its accumulated gradients.
 
-    See `get_data_types` of runtime/engine.py. "auto" and an unset type of gradients give None.
+    See `get_data_types` of runtime/engine.py. A type is None if it is "auto"; that of gradients
+    also if it is not set.
     """
     flags = {name: at(config, f"{name}.enabled") for name in ("fp16", "bf16", "bfloat16")}
     model = next((name for name, enabled in flags.items() if enabled is True), None)
@@ -333,10 +334,10 @@ def data_types(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
 
 
 def least_stage(config: Mapping[str, Any], version: str | None = None) -> int:
-    """Return the lowest ZeRO stage, 0 or 1, that a DeepSpeed accepts with the configured types.
+    """Return the lowest ZeRO stage, 0 or 1, that DeepSpeed accepts with the configured types.
 
     See `DeepSpeedConfig._do_error_check`, `DeepSpeedEngine._do_optimizer_sanity_check` (0.19.8).
-    An unknown version counts as a recent one.
+    An unknown `version` of DeepSpeed counts as a recent one.
     """
     model, accumulated = data_types(config)
     accepted = [(model, model)]
@@ -356,9 +357,10 @@ def least_stage(config: Mapping[str, Any], version: str | None = None) -> int:
 def prepare_for_training(
     config: Mapping[str, Any], overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return a configuration for training: a ZeRO section, no autotuning, no null global batch.
+    """Return a configuration, with overrides, in the form that trainings read.
 
-    DeepSpeed defaults to stage 0; accelerate (1.15) requires the section.
+    It has a ZeRO section (accelerate 1.15 requires one; DeepSpeed's default is stage 0). It has no
+    autotuning section, and no global batch size that is null.
     """
     found = merge(config, overrides or {})
     found.pop(AUTOTUNING, None)

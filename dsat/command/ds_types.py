@@ -1,4 +1,4 @@
-"""Names and types of DeepSpeed's settings: DeepSpeed accepts other names and text as well."""
+"""Conversion of older names and of text, which DeepSpeed accepts too, to its names and types."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CURRENT_NAMES = {
 }
 
 
-# Settings that dsat reads and DeepSpeed's pydantic models convert: "true" and 1 to true, "5" to 5.
+# Settings that dsat reads and that DeepSpeed's pydantic models convert: "true" to true, "5" to 5.
 _MODELS = ("bf16", "bfloat16", "fp16", "tensor_parallel", "zero_optimization")
 _FLAGS = """
     bf16_master_weights_and_grads bf16_optimizer_states contiguous_gradients enabled

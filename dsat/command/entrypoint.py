@@ -1,4 +1,4 @@
-"""The user's entrypoint: the Python program of the ranks, and its launcher's options.
+"""The user's entrypoint: the Python program of the ranks, and the options of its launcher.
 
 dsat starts the ranks itself. From a launcher's command it reads the program, its arguments, and the
 choice of machines, devices and cores.
@@ -54,13 +54,13 @@ class Entrypoint(Recorded):
         env: variables that are set in front of the command, by the command, or by its launcher.
         launcher: `DEEPSPEED` or `TORCHRUN`; empty without a launcher, or if dsat ran the command.
         slots: number of ranks that the command names or started; None if it names none.
-        takes_hf_flags: whether it accepts every flag of transformers' TrainingArguments.
+        takes_hf_flags: whether the program accepts every flag of transformers' TrainingArguments.
         launch: the launcher's choice of machines, devices and cores.
         interpreter: Python of the ranks; empty for the Python that runs dsat.
         started_by: the user's command; empty if dsat did not run it.
         started_in: the command's working folder; empty if dsat did not run it.
-        needs_command: why each trial must run the user's command again; empty if dsat can start
-            its ranks directly.
+        needs_command: why each trial must run the user's whole command; empty if dsat can start the
+            ranks directly.
         config_word: argument that names the DeepSpeed configuration, if no known flag does, such as
             `ds.json` or `--config=ds.json`; empty if there is none.
     """
@@ -101,8 +101,8 @@ class Entrypoint(Recorded):
     ) -> Entrypoint:
         """Return this program with a trial's configuration (in the file `path`) and switches.
 
-        `flags` are further flags that get a setting, by its key. Missing ones are added at the end,
-        or in front with `flag_leads`.
+        `flags` maps keys of settings to further flags that take their values. Missing flags are
+        added at the end, or with `flag_leads` in front.
         """
 
         def adapt(own: Sequence[str]) -> tuple[str, ...]:
@@ -142,10 +142,11 @@ def parse(entrypoint: str | Sequence[str], model_dir: Path, python: str = "") ->
 
     Args:
         entrypoint: command line or list of arguments, as in the experiment configuration.
-        python: the Python that it starts; empty for the Python that runs dsat.
+        python: the Python that the entrypoint starts; empty for the Python that runs dsat.
 
     Raises:
-        UserInputError: it is empty, needs a shell, has an unknown form, or its script is missing.
+        UserInputError: the entrypoint is empty, needs a shell, or has no script or a missing one.
+        UnknownStart: its form is unknown.
     """
     words = drop_autotuning(_words(entrypoint))
     env = take_assignments(words)
@@ -191,8 +192,8 @@ def take_assignments(words: list[str]) -> dict[str, str]:
 def parses_hf_arguments(program: Entrypoint, model_dir: Path) -> bool:
     """Return whether the script's source parses its arguments into TrainingArguments or a subclass.
 
-    False if the command has no such flags: a script that reads TrainingArguments from a file
-    refuses flags.
+    False if the command has no such flags, because the script may read TrainingArguments from a
+    file, and refuse flags.
     """
     args = program.args
     has_flags = script_args.looks_like_hf(args) or script_args.value_of(args, "--output_dir")
@@ -244,7 +245,7 @@ def _program(words: Sequence[str]) -> Entrypoint:
 
 
 def _keep_expansions(quoted: re.Match[str]) -> str:
-    """Return text in double quotes that a shell would change; empty for other quoted text."""
+    """Return quoted text if a shell would expand it; empty for other quoted text."""
     text = quoted[0]
     return text if text[0] == '"' and ("$" in text or "`" in text) else ""
 
@@ -319,8 +320,8 @@ def _python(words: list[str]) -> Entrypoint:
 def _determined(launcher: str, words: list[str]) -> Entrypoint:
     """Parse the words after a launcher of Determined (determined/launch, 0.37).
 
-    Their form is `[[TORCH OPTIONS] --] (--trial MODULE:CLASS | SCRIPT...)`. Only
-    `torch_distributed` takes options of torch.
+    The form is `[[TORCH OPTIONS] --] (--trial MODULE:CLASS | SCRIPT...)`. Only `torch_distributed`
+    takes options of torch.
     """
     if importlib.util.find_spec("determined") is None:
         raise UserInputError(
@@ -373,7 +374,7 @@ def _split_launcher(launcher: str, words: list[str]) -> tuple[dict[str, str], En
             raise UnknownStart(
                 f"{launcher} {word}: dsat does not know this option",
                 where=_WHERE,
-                hint="Write options in full, and their values as words of their own.",
+                hint="Write options in full, with a space before the value.",
             )
         if not equals and spelled in placement.VALUED[launcher] and rest:
             value = rest.pop(0)

@@ -27,10 +27,10 @@ class Experiment:
         name: name in output, and part of the run folder's name.
         includes: other files and folders that the script needs.
         entrypoint: command line or list of arguments, as written.
-        hparams: `hyperparameters`, with plain values for Determined's `{type: const}`.
+        hparams: `hyperparameters`, with Determined's `{type: const, val: x}` replaced by `x`.
         ds_config: the DeepSpeed configuration, with the first value of every list of values to try.
         ds_config_name: name of the DeepSpeed configuration in errors.
-        overrides: the user's own `overwrite_deepspeed_args`, likewise with first values.
+        overrides: the user's own `overwrite_deepspeed_args`, also with first values of lists.
         choices: the lists of values to try, by setting.
         arg_mappings: flags of the script that repeat a setting, by setting.
     """
@@ -143,8 +143,8 @@ def make_experiment(
 ) -> Experiment:
     """Make an experiment from a command and a DeepSpeed configuration.
 
-    `config` is a file, or the content that `config_name` denotes in errors. `folder` is the
-    command's working folder, and `name` is part of the run folder's name.
+    `config` is a file, or the content, which errors call `config_name`. `folder` is the command's
+    working folder, and `name` is part of the run folder's name.
     """
     if isinstance(config, Path):
         path, where, content = config, str(config), ds_config.read(config)
@@ -168,7 +168,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     """Read a YAML or JSON file that holds a mapping.
 
     Raises:
-        UserInputError: it cannot be read, does not parse (with the line), or is not a mapping.
+        UserInputError: the file cannot be read, cannot be parsed, or holds no mapping.
     """
     try:
         text = document.read_text(path)
@@ -310,7 +310,7 @@ def _check_searcher(data: Mapping[str, Any], where: str) -> None:
 def _environment(data: Mapping[str, Any], where: str) -> dict[str, str]:
     given = ds_config.at(data, "environment.environment_variables") or []
     where = f"{where}: environment.environment_variables"
-    # Variables may be listed by kind of device. A machine has one kind, so all lists count.
+    # Variables may be listed by kind of device. All lists count, as a machine has one kind only.
     parts = [part or [] for part in given.values()] if isinstance(given, Mapping) else [given]
     env = {}
     for part in parts:

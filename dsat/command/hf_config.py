@@ -1,4 +1,4 @@
-"""The transformers configuration of `--model`, a model without a script or weights."""
+"""The transformers configuration of `--model`, and a DeepSpeed configuration for the model."""
 
 from __future__ import annotations
 
@@ -96,12 +96,12 @@ def _find_on_hub(model: str) -> Path:
 def ds_config(dtype: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     """Complete the user's DeepSpeed configuration with usual values, and drop its scheduler.
 
-    "auto" becomes the usual value. If there is none, the setting is dropped, except for sizes that
+    Usual values replace "auto". Other "auto" settings are dropped, except for sizes that
     `fill_in_sizes` computes later.
 
     Args:
-        dtype: type of the parameters (bf16, fp16 or fp32); if it is None, the type in the user's
-            configuration. If both sections are "auto", it is bf16; without a section, fp32.
+        dtype: type of the parameters (bf16, fp16 or fp32). None means the type in the user's
+            configuration: bf16 if both its sections are "auto", and fp32 without a section.
 
     Raises:
         UserInputError: `dtype` contradicts the user's configuration.
@@ -124,7 +124,7 @@ def ds_config(dtype: str | None, given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(given.get(total), int):  # else the global batch implies the other sizes
         usual |= dict.fromkeys(sizes, 1)
     merged = configs.merge(usual, configs.fill_in_auto(given, usual))
-    merged.pop("scheduler", None)  # it needs no memory, but the length of the training
+    merged.pop("scheduler", None)  # takes no memory, but would need the training's length
     return _without_auto(merged)
 
 

@@ -1,4 +1,4 @@
-"""Rewriting of the user's command, to name copies of its files with the best configuration.
+"""Rewriting of the user's command to name copies of its files that hold the best configuration.
 
 Sources: accelerate 1.15 (commands/launch.py, commands/config/config_args.py), axolotl 0.19,
 LLaMA-Factory 0.9.5 (hparams/parser.py), TRL 1.16 (cli/accelerate_config.py), ms-swift 4.6
@@ -38,11 +38,11 @@ _LAUNCHERS = (
 )
 _CONFIG_FILE, _DEEPSPEED_FILE = "--config_file", "--deepspeed_config_file"
 _GAS_FLAG = f"--{_GAS}"
-# In accelerate's own file: the key that identifies it, and its DeepSpeed section. In a file of TRL:
-# the key of that file's path.
+# Keys in accelerate's own file: one that identifies it, and its DeepSpeed section. Key in a file of
+# TRL: the path of accelerate's file.
 _OF_ACCELERATE, _SECTION, _ACCELERATE = "distributed_type", "deepspeed_config", "accelerate_config"
-# Keys that this section must not have if it names a DeepSpeed file. Without the zero.Init flag, the
-# stage in that file decides, as in the trials.
+# Keys that this section must not have if it names a DeepSpeed file. Without `zero3_init_flag`, the
+# stage in that file decides about zero.Init, as in the trials.
 _IN_THE_DEEPSPEED_FILE = """
     gradient_accumulation_steps gradient_clipping offload_optimizer_device
     offload_optimizer_nvme_path offload_param_device offload_param_nvme_path zero3_init_flag
@@ -55,9 +55,9 @@ class Form:
     """A kind of file that holds a framework's training arguments.
 
     Attributes:
-        marks: alternatives that identify the kind; each is one or more keys that must be present.
+        marks: alternatives that identify the kind: each has one or more keys, all of them present.
         fields: keys by field of TrainingArguments; empty if all fields keep their names.
-        opposites: by field, the key that holds the inverted value.
+        opposites: keys that hold the inverted value, by field of TrainingArguments.
         is_strict: whether the reader of the file may refuse keys that dsat adds.
     """
 
@@ -135,7 +135,7 @@ class Answer:
 
 
 def rewrite_command(words: Sequence[str], folder: Path, answer: Answer) -> Rewriting | None:
-    """Rewrite a command to name copies of its files, into which the best configuration is put.
+    """Rewrite a command to name copies of its files that hold the best configuration.
 
     Returns None if no argument, file or launcher takes the DeepSpeed configuration.
     """
@@ -144,7 +144,7 @@ def rewrite_command(words: Sequence[str], folder: Path, answer: Answer) -> Rewri
 
 
 def form_of_training(words: Sequence[str], folder: Path) -> Form | None:
-    """Return the kind of the first file with training arguments in a command; None without one."""
+    """Return the kind of the first file of training arguments in a command; None without one."""
     files = (folder / script_args.path_in(word) for word in words if _is_file(word, folder))
     return next(filter(None, (_form_of(_load(file), folder, file.parent) for file in files)), None)
 
@@ -181,7 +181,7 @@ class Rewriting:
         return None
 
     def _copy(self, path: Path) -> tuple[str, Form | None]:
-        """Put the best configuration into a copy of a file; return its path (or "") and kind."""
+        """Copy a file with the best configuration; return the copy's path (or "") and kind."""
         data, best = _load(path), str(self._answer.path)
         form = _form_of(data, self._folder, path.parent)
         if form is not None:
@@ -214,7 +214,7 @@ class Rewriting:
         return self._names.setdefault(path, next(name for name in names if name not in others))
 
     def _accelerate_file(self, named: str) -> str:
-        """Copy accelerate's configuration, given by path or TRL's name; return the copy's path."""
+        """Copy accelerate's configuration, named by path or as in TRL; return the copy's path."""
         path = self._folder / named
         trl = None if path.is_file() else importlib.util.find_spec("trl")
         if trl is not None and trl.origin is not None:
@@ -222,7 +222,7 @@ class Rewriting:
         return (self._copy(path)[0] if path.is_file() else "") or named
 
     def _override(self, form: Form) -> None:
-        """Change flags and LLaMA-Factory's `key=value` words that would override the file."""
+        """Change the flags and LLaMA-Factory's `key=value` words that would override the file."""
         given = [word.partition("=")[0].lstrip("-").replace("-", "_") for word in self.words]
         values = _rename_checkpointing(self._answer.values(form), given)
         values = {k: json.dumps(v) if isinstance(v, Mapping) else v for k, v in values.items()}
@@ -263,7 +263,7 @@ class Rewriting:
 
 
 def _rename_checkpointing(values: Mapping[str, Any], given: Collection[str]) -> dict[str, Any]:
-    """Rename keys of activation checkpointing to transformers' newer names if the user does."""
+    """Use transformers' newer names for activation checkpointing if the names in `given` do."""
     if not any(name.startswith(NEWER_CHECKPOINTING) for name in given):
         return dict(values)
     return {
@@ -303,7 +303,7 @@ def _form_of(data: Any, *folders: Path) -> Form | None:
     )
     if found is not OTHER:
         return found
-    own = data.get(_CONFIG)  # which may mean something else in a script's own file
+    own = data.get(_CONFIG)  # this key may mean something else in a script's own file
     if isinstance(own, Mapping):
         return found if own.keys() & _OF_DEEPSPEED else None
     paths = [os.path.join(folder, os.path.expanduser(str(own))) for folder in folders]

@@ -1,6 +1,6 @@
-"""Launchers' options, above all those that choose machines, devices and cores, and hostfiles.
+"""Options of launchers, mostly those that choose machines, devices and cores; and hostfiles.
 
-They follow deepspeed/launcher/runner.py (0.19.8, `parse_resource_filter`).
+Sources: deepspeed/launcher/runner.py (0.19.8, `parse_resource_filter`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dsat.values import format as fmt
 from dsat.values.files import home
 
 _log = logging.getLogger(__name__)
-# Variables that choose NVIDIA's and AMD's devices.
+# Variables that choose devices of NVIDIA and AMD.
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 # Options of launchers without a value, and with one. torchrun also accepts underscores.
 SWITCHES = {
@@ -49,8 +49,8 @@ VALUED = {
 _HOSTFILE = "/job/hostfile"  # DeepSpeed's default
 _WHERE = "entrypoint"
 _COUNT = re.compile("[0-9]{1,5}")
-# Like DeepSpeed's `_parse_hostfile`, this ignores the rest of a line. Unlike it, this accepts a
-# name alone.
+# A line of a hostfile. As in DeepSpeed's `_parse_hostfile`, the rest of the line is ignored. A name
+# alone is accepted, too.
 _MACHINE = re.compile(r"(\S+)(?:\s+slots=([0-9]{1,5})(?:\s.*)?)?")
 _EXCLUDE = ("--exclude", "-e")
 _NODES = "--num_nodes"
@@ -62,8 +62,8 @@ class Launch:
     """Machines, devices and cores that a launcher's command chooses for its ranks.
 
     Attributes:
-        hosts: machines of a hostfile, each with positions of its devices (empty for all); empty
-            without a hostfile of several machines.
+        hosts: machines of a hostfile, each with positions of its devices (empty for all). There are
+            none without a hostfile of several machines.
         ssh_port: ssh port of these machines; None for the configured port.
         master_address: address where ranks of these machines meet; empty if not named.
         nodes: number of machines, if no hostfile names them.
@@ -75,9 +75,9 @@ class Launch:
         other_args: arguments of other ranks, if they differ from the first rank's.
         batch_in_file: whether a file of the command sets the batch sizes; dsat writes a copy of
             this file with the best ones.
-        config_is_word: whether trials replace what the script passes to DeepSpeed, and not the
-            argument: this is no path (the script looks it up, or DeepSpeed decodes it), or the
-            script changes what it reads.
+        config_is_word: whether trials replace the configuration that the script passes on, instead
+            of the argument that names one. That argument may be no path (the script looks it up, or
+            DeepSpeed decodes it), or the script may change the content of the file.
     """
 
     hosts: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -96,7 +96,10 @@ class Launch:
 
 
 def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
-    """Parse options of DeepSpeed's launcher: the number of ranks (None if unknown), and where."""
+    """Return the number of ranks (None if unknown) and the placement that DeepSpeed's options set.
+
+    Raises UserInputError for an invalid number, and for an invalid choice of machines or devices.
+    """
     launch = Launch(
         binds_cores="--bind_cores_to_rank" in options,
         core_list=parse_cores(options.get("--bind_core_list", "")),
@@ -125,7 +128,7 @@ def read_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
 
 
 def read_torchrun_options(options: Mapping[str, str]) -> tuple[int | None, Launch]:
-    """Parse options of torchrun: the number of ranks (None if not a number), and the machines.
+    """Return the number of ranks (None if unknown) and the placement that torchrun's options set.
 
     Raises UserInputError if the number of machines is not fixed.
     """
@@ -200,7 +203,7 @@ def choose_machines(
     included = _filter(path, there, options, "--include", "-i")
     excluded = _filter(path, there, options, *_EXCLUDE)
     chosen = included or there
-    # In the order of the hostfile, whose first machine has rank 0 and `--master_addr`.
+    # Keep the order of the hostfile, whose first machine has rank 0 and `--master_addr`.
     found = {name: chosen[name] or slots for name, slots in there.items() if name in chosen}
     found = {
         name: tuple(slot for slot in slots if slot not in excluded.get(name, ()))
@@ -236,7 +239,7 @@ def choose_machines(
 def read_devices(options: Mapping[str, str], *names: str) -> tuple[int, ...]:
     """Return the positions of this machine's devices that an option selects; empty if none.
 
-    `names` are spellings of the option, whose value is `NAME[:SLOT[,SLOT ..]]`. Raises
+    `names` are the spellings of the option, whose value is `NAME[:SLOT[,SLOT ..]]`. Raises
     UserInputError for any other form, or for several machines.
     """
     for name in names:

@@ -49,19 +49,19 @@ _ON_THIS_NODE = tuple(
 
 @dataclass(frozen=True)
 class RankStart(Recorded):
-    """Start of a command's process that called `deepspeed.initialize`.
+    """Start of a process that called `deepspeed.initialize`.
 
     Attributes:
-        rank, size: its rank and the number of ranks; 0 and 1 without a launcher.
+        rank, size: the process's rank and the number of ranks; 0 and 1 without a launcher.
         forked: whether a Python process forked it, without starting an interpreter.
         prefix: `sys.prefix` of its Python environment.
         command: the interpreter with its options, the program and its arguments.
         argv: `sys.argv` of the process, or of the process that spawned it.
-        env: environment variables at its start.
-        env_later: variables that choose devices, if it set them after its start.
-        env_above: variables that choose devices, as the processes that started it had them.
-        cores: CPU cores that it could use when it began.
-        config: the configuration that it passed to `deepspeed.initialize`; None if not recorded.
+        env: environment variables at the start.
+        env_later: variables that choose devices and that the process set after its start.
+        env_above: variables that choose devices, with their values in the processes above it.
+        cores: CPU cores that the process could use at the start.
+        config: configuration that it passed to `deepspeed.initialize`; None if not recorded.
         config_problem: why `config` cannot be written as JSON; empty if it can.
     """
 
@@ -154,7 +154,7 @@ def recognise_program(
 
 
 def _program_of(rank: RankStart, *, is_made: bool) -> tuple[Entrypoint, str]:
-    """Return what a rank runs, and the flag with which its launcher passes the rank's number.
+    """Return what a rank runs, and the flag by which its launcher passes the local rank (or "").
 
     `is_made` says that only the command can start the rank.
     """
@@ -170,7 +170,8 @@ def _program_of(rank: RankStart, *, is_made: bool) -> tuple[Entrypoint, str]:
 def _bound_cores(ranks: Sequence[RankStart], cores: Collection[int]) -> tuple[int, ...]:
     """Return the cores to which DeepSpeed's launcher bound the ranks, in the order of ranks.
 
-    Empty if the launcher bound none: ranks share cores, or a single rank may use all `cores`.
+    The result is empty if ranks share cores, or if a single rank may use all `cores`: then the
+    launcher bound none.
     """
     bound = [core for rank in ranks for core in rank.cores]
     is_shared = len(set(bound)) < len(bound)
@@ -225,9 +226,9 @@ def _difference(has: Mapping[str, str], given: Mapping[str, str]) -> dict[str, s
 def _chosen_devices(ranks: Sequence[RankStart], given: Mapping[str, str]) -> dict[str, str]:
     """Return variables by which the command itself chooses devices.
 
-    Variables that a launcher set do not count: each rank has another device, or (with DeepSpeed)
-    devices are numbered from 0. A script that sets them itself would override the devices of each
-    trial. So the result has the devices of all ranks, and trials run one at a time.
+    Variables that a launcher set do not count: they differ between ranks, or (with DeepSpeed)
+    number the devices from 0. If the script itself sets them, it overrides the devices of every
+    trial. Then the result has the devices of all ranks, and trials run one at a time.
     """
     numbered = ",".join(map(str, range(len(ranks)))) if "CROSS_SIZE" in ranks[0].env else None
     found = {}

@@ -32,8 +32,8 @@ HF_BATCH_FLAGS: Mapping[str, str] = {
 }
 # Defaults of the flags (transformers/training_args.py).
 _HF_DEFAULTS = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1}
-# Fields of TrainingArguments that repeat a DeepSpeed setting; all scripts of a Trainer have flags
-# for them.
+# Fields of TrainingArguments that repeat a DeepSpeed setting; all scripts of a Trainer have their
+# flags.
 _HF_KNOWN = frozenset(
     """
     gradient_accumulation_steps gradient_checkpointing learning_rate max_grad_norm
@@ -80,8 +80,8 @@ def rewrite(
     """Return the arguments with the flags of `mappings` set to `values`.
 
     `--flag value`, `--flag=value` and dashes instead of underscores are recognised. All occurrences
-    of a flag change; a flag whose new value is "auto" or None does not. A bare switch is kept for
-    True and removed for False.
+    of a flag change, unless its new value is "auto" or None. A bare switch is kept for True and
+    removed for False.
 
     Args:
         mappings: the flag of each key, with its leading dashes.
@@ -113,9 +113,9 @@ def rewrite(
 
 
 def _switch(args: list[str], flag: str, value: bool, *, add: bool) -> None:
-    """Switch a flag on or off, in the form that the arguments use; a missing flag is added bare."""
+    """Switch a flag on or off, in the form that the arguments use; `add` adds a missing flag."""
     negative = _places(args, f"--no_{flag.lstrip('-')}")
-    if value:  # argparse would let it win if it comes last
+    if value:  # a negative flag that comes last would win
         for place in reversed(negative):
             del args[place.flag]
     places = _places(args, flag, switch=True)
@@ -173,7 +173,7 @@ def path_in(word: str) -> str:
 def replace_config(args: Sequence[str], path: str, word: str = "") -> tuple[str, ...]:
     """Return the arguments with another DeepSpeed configuration, if they name one.
 
-    `word` is the argument that names it; empty to look for a known flag.
+    `word` is the argument that names the present one; empty to look for a known flag.
     """
     if word:
         new = word.removesuffix(path_in(word)) + path
@@ -188,9 +188,9 @@ def looks_like_hf(args: Sequence[str]) -> bool:
 
 
 def mappings_for(args: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return the flags to set for a trial, by setting: TrainingArguments' and the user's (`given`).
+    """Return the flags to set for a trial, by setting: of TrainingArguments and the user (`given`).
 
-    The Trainer's batch size flags have the same meaning in scripts without a Trainer.
+    Batch size flags of the Trainer have the same meaning in scripts without a Trainer.
     """
     is_hf = looks_like_hf(args)
     found = {key: flag for key, flag in HF_BATCH_FLAGS.items() if is_hf or _places(args, flag)}
@@ -203,7 +203,7 @@ def mappings_for(args: Sequence[str], given: Mapping[str, str]) -> dict[str, str
 def check_mappings(
     mappings: Mapping[str, str], args: Sequence[str], *, where: str
 ) -> dict[str, str]:
-    """Check the user's mappings, and spell each flag as in the arguments (dashes or underscores).
+    """Check the user's mappings, and spell each flag like the arguments (dashes or underscores).
 
     Raises UserInputError for a flag that neither the arguments nor TrainingArguments contain.
     """
@@ -267,8 +267,8 @@ def batch_from_args(
 ) -> dict[str, Any]:
     """Replace missing and "auto" batch sizes by values of the script's flags.
 
-    If a Trainer's command lacks a flag, the flag's default counts. Other sizes stay. `given` are
-    the user's `arg_mappings`. Raises UserInputError for a flag that is not a positive integer.
+    If a Trainer's command lacks a flag, the flag's default is used. Other sizes stay. `given` are
+    the user's `arg_mappings`. Raises UserInputError if a flag's value is no positive integer.
     """
     args = [*args, *_flags_of_hparams(hparams, args)]
     mappings, found = mappings_for(args, given), dict(config)
@@ -287,13 +287,13 @@ def batch_from_args(
 def _flags_of_hparams(hparams: Mapping[str, Any], args: Sequence[str]) -> list[str]:
     """Return the batch-size flags that a Trainer's script makes from its hyperparameters.
 
-    Determined's examples append the hyperparameters `training_arguments` to the arguments, so these
-    override flags of the command line.
+    In Determined's examples, scripts append the hyperparameters `training_arguments` to the
+    arguments, where they override flags of the command line.
     """
     others = {k: value for k, value in hparams.items() if k not in (CONFIG_KEY, OVERWRITE_KEY)}
     found = {flag: setting(others, flag.lstrip("-")) for flag in HF_BATCH_FLAGS.values()}
     if not looks_like_hf(args) and found["--per_device_train_batch_size"] is None:
-        return []  # the other name is also DeepSpeed's
+        return []  # gradient_accumulation_steps may be DeepSpeed's
     return [w for flag, value in found.items() if value is not None for w in (flag, str(value))]
 
 
@@ -304,9 +304,9 @@ def _needs_flag(config: Mapping[str, Any], key: str) -> bool:
 
 
 def expected_flags(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, int]:
-    """Return the batch-size flags that a Trainer's script must have, since `sizes` count on them.
+    """Return the values of a Trainer's batch-size flags on which `sizes` depend, by flag.
 
-    `config` is the user's DeepSpeed configuration.
+    `config` is the user's DeepSpeed configuration, and `sizes` are its batch sizes.
     """
     return {flag: sizes[key] for key, flag in HF_BATCH_FLAGS.items() if _needs_flag(config, key)}
 
@@ -317,14 +317,14 @@ def check_flags(args: Sequence[str], expected: Mapping[str, int]) -> None:
         text = value_of(args, flag) or str(_HF_DEFAULTS[key])
         if flag in expected and text != str(expected[flag]):
             raise InvalidTrial(
-                f"the script runs with {flag} {text}, but dsat took {expected[flag]} for your own "
-                f"configuration. Write hyperparameters.{OVERWRITE_KEY}.{key}: {text} into the "
+                f"the script runs with {flag} {text}, but dsat assumed {expected[flag]} for your "
+                f"own configuration. Write hyperparameters.{OVERWRITE_KEY}.{key}: {text} into the "
                 "experiment configuration"
             )
 
 
 def _places(args: Sequence[str], flag: str, *, switch: bool = False) -> list[_Place]:
-    """Find all occurrences of a flag before `--`; a switch's value is a word for true or false."""
+    """Find all occurrences of a flag before `--`; a switch takes only words for true and false."""
     wanted, places = _plain(flag), []
     is_word = not flag.startswith("-")  # Hydra's `trainer.batch_size=4`
     for index in range(_end(args)):

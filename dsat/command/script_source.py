@@ -16,7 +16,7 @@ _READS_ITS_RANK = re.compile(
     r"""|environ\[["'](?:LOCAL_)?RANK["']\](?!\s*=[^=])"""
 )
 _STARTS_PROGRAMS = re.compile(r"\b(?:subprocess\.\w+|Popen|os\.system|exec[lv]p?e?)\(")
-_CALL = 200  # characters of a call in which the name of its program may stand
+_CALL = 200  # characters after the beginning of a call in which to look for a launcher's name
 _NAMES_LAUNCHER = re.compile(
     r"""["'](?:torchrun|torch\.distributed\.(?:run|launch))\b"""
     r"""|["'](?:deepspeed|accelerate)(?:["'],\s*|\s)(?:["']?(?:launch\b|-|[\w/]+\.py)|\*|sys\.|__file__)"""
@@ -33,9 +33,9 @@ def parses_hf_arguments(source: str) -> bool:
 def starts_ranks(source: str, name: str) -> bool:
     """Return whether a script starts its ranks itself, with a launcher or by spawning them.
 
-    False for a script that spawns and also reads its rank from the environment: a launcher may
-    start it, too. If the script itself trains, a launcher counts only if it starts this script
-    (`name`): another launcher may start an evaluation.
+    A script that spawns ranks but also reads its rank from the environment does not count, because
+    a launcher may start it. If the script itself trains, a launcher counts only if it starts this
+    script (`name`), and not an evaluation, say.
     """
     calls = [source[call.end() : call.end() + _CALL] for call in _STARTS_PROGRAMS.finditer(source)]
     launches = [each for call in calls if _NAMES_LAUNCHER.search(each := call.split(")\n")[0])]

@@ -1,8 +1,8 @@
 """Switches of a training script and its environment, besides the DeepSpeed configuration.
 
 `Trial.script_args` holds the values that differ from the script's own. A switch is named as in
-`SWITCHES`, or as in `--vary`: a flag of the script with its dashes, `ENV:NAME` for a variable,
-`TrainingArguments.NAME` for any other field of the Trainer's arguments. Values that depend on the
+`SWITCHES`, or else as a flag of the script with its dashes, as `ENV:NAME` for a variable, or as
+`TrainingArguments.NAME` for another field of the Trainer's arguments. Values that depend on the
 installed packages and the model are detected in the rank (`dsat.in_trial.script_switches`).
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from dsat.values.outcome import ScriptSwitch
 
 CHECKPOINTING = "gradient_checkpointing"
-NEWER_CHECKPOINTING = "activation_checkpointing"  # since transformers 5, with the other as an alias
+NEWER_CHECKPOINTING = "activation_checkpointing"  # since transformers 5, which accepts both names
 ATTENTION = "attn_implementation"
 COMPILE = "torch_compile"
 LIGER = "use_liger_kernel"
@@ -63,15 +63,15 @@ class Switch:
     """A switch that dsat knows.
 
     Attributes:
-        reason: why it may be faster.
+        reason: why another value may be faster.
         values: values to try besides the script's own; empty if the rank detects them.
         field: whether it is a field of TrainingArguments, and so a flag of scripts that parse them.
-        code: line that sets it in a script, with `{value}` for the value.
-        on_request: whether it needs `--search`, since it changes the computation or seldom helps.
+        code: code that sets the switch in a script, with `{value}` for the value.
+        on_request: whether it needs `--search`, as it changes what is computed or seldom helps.
         on_device: whether it matters on accelerators only.
         offloading: whether it matters with offloading only.
         memory: whether it changes the memory of activations.
-        metric: the only metric by which its trials are comparable; empty for any metric.
+        metric: the only metric by which its values are comparable; empty for any metric.
     """
 
     reason: str
@@ -146,8 +146,8 @@ def is_switch(name: str) -> bool:
 def is_set_by_script(name: str) -> bool:
     """Return whether a switch can still be set inside a running script.
 
-    Flags are parsed by then, and libraries have read most variables. NCCL and CUDA read their
-    variables at first use.
+    Flags cannot, because they are already parsed. Of variables, only those of NCCL and CUDA can,
+    because these libraries read them at first use.
     """
     if name.startswith(VARIABLE):
         return name in SWITCHES or name.startswith(f"{VARIABLE}NCCL_")
@@ -167,7 +167,7 @@ def field_of(name: str) -> str | None:
 
 
 def is_of_code(name: str, found: Mapping[str, ScriptSwitch]) -> bool:
-    """Return whether a script has TrainingArguments, but its code sets this field elsewhere."""
+    """Return whether a script has TrainingArguments, but its code sets a field elsewhere."""
     in_arguments = any(switch.in_arguments for switch in found.values())
     is_field = name in found and field_of(name) is not None
     return is_field and in_arguments and not found[name].in_arguments
@@ -176,7 +176,7 @@ def is_of_code(name: str, found: Mapping[str, ScriptSwitch]) -> bool:
 def flag_of(name: str, given: Iterable[str], *, takes_hf_flags: bool) -> str | None:
     """Return the script's flag for a switch; None if it has none.
 
-    `given` are its arguments. With `takes_hf_flags` every field of TrainingArguments is a flag.
+    `given` are its arguments. With `takes_hf_flags`, every field of TrainingArguments is a flag.
     """
     if name.startswith("--"):
         return name
@@ -255,8 +255,8 @@ def parse(text: Any) -> tuple[str, tuple[Any, ...]]:
     """Read `NAME=v1,v2`, `--flag=v1,v2`, `ENV:NAME=v1,v2` or a bare `--flag`.
 
     Values of flags and variables stay text. Values of fields become numbers or booleans if they
-    look like them. A bare flag has the values False and True. Any other name that `SWITCHES` lacks
-    is a field, and gets the prefix `TrainingArguments.`.
+    look like them. A bare flag has the values False and True. Any other name that is not in
+    `SWITCHES` is a field, and gets the prefix `TrainingArguments.`.
 
     Args:
         text: one of these forms, or a tuple of the name and the values.

@@ -14,9 +14,9 @@ ALL_STAGES = "all"
 
 
 def split(config: Mapping[str, Any], *, where: str) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """Split a configuration with lists of values into one without lists, and the lists.
+    """Split a configuration into one without lists of values to try, and the lists.
 
-    Only lists in `zero_optimization` and of batch sizes are split; elsewhere a list is one value.
+    Only lists in `zero_optimization` and of batch sizes count; elsewhere a list is one value.
     Determined's `{"type": "categorical", "vals": [...]}` is a list too. `"stage": "all"` (also
     `"zero_optimization": "all"`) lists all stages. Lists inside a section of `zero_optimization`
     expand to all combinations: `{"device": "cpu", "pin_memory": [true, false]}` becomes a list of
@@ -27,8 +27,8 @@ def split(config: Mapping[str, Any], *, where: str) -> tuple[dict[str, Any], dic
         duplicates.
 
     Raises:
-        UserInputError: a list is empty, holds an invalid value, or is not allowed there (also for
-            `train_batch_size`, and ranges); or `check_sections` refuses a section.
+        UserInputError: a list is empty, contains an invalid value or a list, or is for
+            `train_batch_size`; a value is a range; or `check_sections` refuses a section.
     """
     base = dict(config)
     listed: dict[str, list[Any]] = {}

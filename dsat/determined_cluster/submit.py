@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import shlex
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,7 +39,7 @@ from dsat.tuning.settings import Settings
 from dsat.values import format as fmt
 from dsat.values.files import write_atomically
 from dsat.values.format import count
-from dsat.values.text import hide_secrets_in_words
+from dsat.values.text import redacted_command
 
 _log = logging.getLogger(__name__)
 
@@ -78,8 +77,8 @@ class Submission:
         """Yield lines on the search and its upload, for a dry run."""
         at_once = f"at most {count(self.job.num_slots, 'device')} at a time"
         yield from describe_search(self.name, self.job.plan, at_once)
-        words = hide_secrets_in_words(self.config["entrypoint"])
-        yield f"the search runner's entrypoint: {shlex.join(words)}"
+        entrypoint = redacted_command(self.config["entrypoint"])
+        yield f"the search runner's entrypoint: {entrypoint}"
         num_files = sum(source.is_file() for source in self.files.values())
         yield f"to upload: {count(num_files, 'file')}, {fmt.memory(self.size_bytes)}"
 

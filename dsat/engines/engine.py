@@ -34,8 +34,8 @@ from dsat.values.zero_strategy import of_config
 _log = logging.getLogger(__name__)
 _SIMULATION_POLL_S = 0.05
 _AGAIN = "-again"  # suffix of the folder of a trial that runs again after losing a host
-# The cause that ended a host or a rank, such as the end of an allocation, may soon end the other
-# hosts and this process. Without this pause, the second attempt would fail, too, and count.
+# What ended a host or a rank, such as the end of an allocation, may soon end the other hosts and
+# this process. Without this pause, the second attempt would fail as well, and that is final.
 _RETRY_AFTER_S = 1.0
 
 

@@ -40,7 +40,7 @@ from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import BatchTriple, Trial, TrialKind, TrialOptions
 
 _POLL_S = 0.1
-_CHECK_S = 0.5  # between looks at all processes; a script needs longer from torch to its training
+_CHECK_S = 0.5  # between checks of all processes; scripts import torch earlier than they train
 _LAST_LINES = 50
 _HERE = 0
 _LOCAL_RANK = "LOCAL_RANK"
@@ -55,7 +55,7 @@ class OwnCommand:
 
     Args:
         command: the program with its arguments, as typed.
-        options: measurement options; their time limit also applies to `ranks`.
+        options: measurement options; their time limit also applies to the method `ranks`.
         measures: if False, ranks do not train: once recorded, they pause until `close`.
         ranks: number of processes of the command to start, with a launcher's variables; None if the
             command starts its ranks itself.
@@ -132,6 +132,7 @@ class OwnCommand:
         return self._recorded
 
     def is_of(self, trial: Trial) -> bool:
+        """Return whether a trial is the first one, and has the command's batch sizes."""
         config = self._recorded[0].config or {} if self._recorded else {}
         is_first = trial.id == _OWN.id and trial.kind is TrialKind.BASELINE
         return is_first and all(
@@ -228,7 +229,7 @@ class OwnCommand:
             )
 
     def _check_hook(self) -> None:
-        """Raise UserInputError if a process of the command with torch and a socket lacks the hook.
+        """Raise UserInputError if a process of the command has torch and a socket, but no hook.
 
         Such a process would train unmeasured, and overwrite checkpoints. Processes without a
         socket, which may prepare data, and processes that a rank started do not count.
@@ -272,7 +273,7 @@ def _maps(process: psutil.Process) -> str:
 def _is_below_rank(process: psutil.Process, hook: str) -> bool:
     """Return whether a process descends from a rank with torch and the hook.
 
-    Launchers may have both, but no rank's number.
+    A launcher may have both, but not the `LOCAL_RANK` of a rank.
     """
     above = itertools.takewhile(lambda parent: parent.pid != os.getpid(), process.parents())
     own = os.environ.get(_LOCAL_RANK)

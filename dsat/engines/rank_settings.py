@@ -20,7 +20,7 @@ def make_command_settings(machine: Machine, given: Mapping[str, str]) -> dict[st
     """Return variables that affect memory and speed, for a command that starts its ranks.
 
     On a CPU, where slots are cores, they include the number of threads. On other devices, the
-    command's launcher sets that number. `given`: the command's own variables, which stay.
+    command's launcher sets that number. `given`: the command's own variables, which are kept.
     """
     settings = {"OMP_NUM_THREADS": "1"} if machine.is_cpu else {}
     if machine.expandable_segments and not _ALLOCATOR_VARIABLES & given.keys():
@@ -39,8 +39,8 @@ def make_rank_settings(
 
     Args:
         ranks: number of ranks on each host.
-        given: the user's variables, which stay. Only OMP_NUM_THREADS is replaced, on a CPU, where
-            slots are cores, or if ranks are bound to cores.
+        given: the user's variables, which are kept. Only OMP_NUM_THREADS is replaced on a CPU,
+            where slots are cores, and for ranks that are bound to cores.
     """
     settings = make_command_settings(machine, given)
     sharers = _sharers(machine, config, ranks)

@@ -27,7 +27,7 @@ AGAIN_ALONE = "the first attempt failed, so the trial ran again alone"
 FIXED_PORT = (
     "trials now run one at a time, because the script seems to use the same port in each of them"
 )
-_FIXED_AFTER = 2  # trials that failed beside others because a port was taken, but ran alone
+_FIXED_AFTER = 2  # trials that failed beside others because a port was taken, but succeeded alone
 _MAX_DEVICE_ERRORS = 2  # between two successful trials
 _WARNINGS = {StartMethod.FRESH: FRESH_PROCESSES_ONLY, StartMethod.COMMAND: COMMAND_AGAIN}
 _NO_FORK_CUDA = (
@@ -63,7 +63,7 @@ _OF_DEVICES = (
 
 
 class RetryReason(enum.Enum):
-    """Reasons to run a failed trial again; the values are log messages that say how it runs."""
+    """Reasons to run a failed trial again; the values tell users how it then runs."""
 
     LOST = "it runs again elsewhere"  # a host was lost, or something else killed a rank
     METHOD = "it runs again alone, with another method to start its ranks"
@@ -93,7 +93,7 @@ class Retries:
         self._retried: dict[int, RetryReason] = {}
         self._same_alone: set[str] = set()  # messages of trials that failed again when alone
         self._port_taken: set[int] = set()  # trials that failed because another had the port
-        self._freed = 0  # number of these that ran alone
+        self._freed = 0  # number of these that succeeded alone
 
     @property
     def one_at_a_time(self) -> bool:

@@ -29,9 +29,9 @@ class Running:
         shares: devices of the trial on each host, in the order of its ranks.
         method: method by which its ranks were started.
         alone: whether its hosts must not run another trial.
-        counted_s: time that counts against its limit, at `read_s`.
+        counted_s: seconds counted against the time limit until `read_s`.
         beside: whether another trial or a simulation ran at the same time.
-        ended: messages "ended" of supervisors, by host.
+        ended: the supervisors' "ended" messages, by host.
         lost: message about the host whose loss ended the trial; empty if none.
     """
 
@@ -65,7 +65,7 @@ class Running:
         return self.hosts - self.ended.keys()
 
     def count_s(self) -> float:
-        """Return the time that counts; at most 20 s more, as dsat may have been stopped or busy."""
+        """Add the time since the last call, at most 20 s (dsat may be stopped); return the sum."""
         read_s = time.monotonic()
         self.counted_s += min(read_s - self.read_s, 2 * PING_EVERY_S)
         self.read_s = read_s
@@ -93,7 +93,7 @@ def find_overdue(running: Collection[Running], limit_s: float) -> tuple[list[Run
 def log_activities(running: Collection[Running], next_s: dict[str, float]) -> None:
     """Log activities of trials that have lasted 5 s, and again every 30 s.
 
-    `next_s` is the duration at which a text is logged again; it is updated.
+    `next_s` holds for each text the duration at which it is logged again; it is updated.
     """
     for each in running:
         path = each.folder / ACTIVITY_FILE

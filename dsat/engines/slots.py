@@ -1,4 +1,4 @@
-"""Placement of trials on slots, with accounts of lost hosts."""
+"""Placement of trials on slots, and a record of lost hosts."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class Slots:
 
     @property
     def usable(self) -> int:
+        """Number of slots that trials can use at once, a multiple of `needed`."""
         left = len(self._hosts) - len(self.lost)
         if self.needed > self._per_host:  # whole hosts
             return left * self._per_host // self.needed * self.needed

@@ -38,8 +38,8 @@ class Start:
     Attributes:
         meter: what to measure; None for a run that is not measured.
         simulation_folder: folder of questions and answers if this is a simulation; else None.
-        own_ranks: None except for the run's first trial, which is the user's unchanged command.
-            There, the number of processes to start; 0 if the command starts its ranks itself.
+        own_ranks: in the run's first trial, which is the user's unchanged command, the number of
+            processes to start, or 0 if the command starts its ranks itself; else None.
         alone: whether no other trial may run at the same time, because this is a retry.
     """
 

@@ -140,7 +140,7 @@ class _PreparedStart:
         program: entrypoint with the trial's configuration.
         ports: three ports that are free on this machine: for rank 0, and two for Determined.
         machine: the machine of the first host; all are alike.
-        addresses: of the hosts; loopback if there is only one.
+        addresses: the hosts' addresses; loopback if there is only one host.
     """
 
     builder: StartBuilder
@@ -330,7 +330,7 @@ class _PreparedStart:
 
     def _process(self, rank: int) -> dict[str, Any]:
         env, command = self.environment(rank), self._command(rank)
-        # Not in `cmd.txt`: the next dsat would end what a user starts from there.
+        # Not in `cmd.txt`: by these marks, the next dsat would end what a user starts from there.
         env |= {RUN_VARIABLE: str(self.builder.run.resolve()), **leftovers.owner_mark()}
         env["PYTHONPATH"] = self._add_hook(env.get("PYTHONPATH", ""))
         for number, word in enumerate(command if Path(command[0]).name == "env" else ()):
@@ -347,7 +347,7 @@ class _PreparedStart:
         }
 
     def _add_hook(self, path: str) -> str:
-        """Return a `PYTHONPATH` with the hook's folder before its entries and dsat's after them."""
+        """Add the hook's folder to the front of a `PYTHONPATH`, and dsat's packages to its end."""
         paths = [str(self.folder / HOOK_FOLDER), path, str(self.folder / PACKAGES_FOLDER)]
         if self.builder.experiment.includes:  # the script may be a link to another folder
             paths.insert(2, str(self.cwd))

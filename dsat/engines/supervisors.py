@@ -227,9 +227,10 @@ class Supervisors:
         return lost
 
     def _drop(self, host: int, silence: str = "") -> tuple[int, dict[str, Any]]:
-        """Give up a host whose supervisor ended or is silent, for a reason; return a LOST message.
+        """Give up a host, and return a LOST message.
 
-        A silent supervisor ends its trials when it is cut off.
+        `silence`: the reason if the supervisor is silent; empty if it ended. A silent supervisor
+        ends its trials as soon as it is disconnected.
         """
         client = self._clients.pop(host)
         if silence:

@@ -47,7 +47,7 @@ def remove_hook(folder: Path) -> None:
 
 
 def check_space(folder: Path) -> None:
-    """Raise OSError if the disk of a failed trial is full, which says nothing of its settings."""
+    """Raise OSError if a failed trial's disk is full, so that its settings are not blamed."""
     write_atomically(folder / _SPACE_FILE, " " * _SPACE_BYTES)
     (folder / _SPACE_FILE).unlink()
 
@@ -73,7 +73,7 @@ class CreatedFolders:
         for name in sorted(left - self._logged):
             if left.isdisjoint(map(str, Path(name).parents)):
                 self._logged.add(name)
-                _log.info("note: the script wrote files into a new folder, %s. dsat keeps it", name)
+                _log.info("note: the script's new folder %s holds files, so it is kept", name)
 
 
 def log_files(cross_rank: int) -> list[str]:
@@ -91,7 +91,7 @@ def read_end(log: Path) -> list[str]:
 
 
 def follow(log: Path) -> Iterator[str]:
-    """Yield at each call what a log has gained since the last one; empty if nothing."""
+    """Yield, without end, the text added to a log since the last yield; empty if there is none."""
     decoder, position = codecs.getincrementaldecoder("utf-8")("replace"), 0
     while True:
         new = b""

@@ -16,13 +16,14 @@ from dsat.in_trial.steps import StepTimes, summarize
 
 @dataclass(frozen=True)
 class AgreedStep:
-    """An optimizer step over all ranks.
+    """An optimizer step, combined over all ranks.
 
     Attributes:
-        ms: time of the step, then of each phase; maxima over the ranks.
+        ms: milliseconds of the step, then of each of the `PHASES`; maxima over the ranks.
         samples, tokens: means over the ranks; tokens are NaN if unknown.
         data_ms: longest time that a rank waited for data loaders, outside of the phases.
         elements: number of tensor elements in the step's batches; the maximum over the ranks.
+        is_short: whether any rank lacked samples or micro steps.
         evaluated: whether any rank called the model outside of training.
         micro_steps: maximum over the ranks; 0 if unknown.
     """
@@ -83,8 +84,8 @@ def tokens_error(steps: Sequence[AgreedStep]) -> float | None:
 def times_of(steps: Sequence[AgreedStep]) -> StepTimes:
     """Return statistics of the step times.
 
-    A long step may be an accident of the host if it spent most of its time in its phases and had no
-    more data than usual. Otherwise waiting for data, or longer sequences, may explain it.
+    A long step may be a delay by the host if it spent most of its time in its phases and had no
+    more data than usual. Otherwise, waiting for data or longer sequences may be the cause.
     """
     usual = statistics.median(step.elements for step in steps)
     may_be_accident = [

@@ -67,7 +67,7 @@ OWN_BOUNDARY = (
     "engine.gradient_accumulation_steps(), or, with a Trainer, set gradient_accumulation_steps in "
     "the call of TrainingArguments, not afterwards"
 )
-_FEWEST_KEPT = 0.75  # share of samples left by a loader that drops some
+_FEWEST_KEPT = 0.75  # a loader that drops samples keeps at least this share
 _DEPTH = 4  # nested containers that are searched for tensors
 _LARGE = 256  # values; searching them takes some tenths of a millisecond
 
@@ -85,6 +85,7 @@ class Fed:
     Attributes:
         rows: number of samples; None if they cannot be counted.
         tokens: number of tokens, perhaps as a tensor on a device; None if there are none.
+        elements: number of elements of all tensors.
     """
 
     rows: int | None
@@ -96,13 +97,13 @@ class BatchCounter:
     """Counter of the samples and tokens of micro batches.
 
     Samples are the rows of tensors that have the micro batch as a dimension. The first call decides
-    which tensors and dimensions these are. A dimension may have that size by chance, so dimensions
-    that the profile trial found, with another micro batch, take precedence. Data loaders that fill
-    batches by tokens feed other numbers of samples in each call; `check` finds them.
+    which tensors and dimensions these are. Another dimension may have the same size by chance, so
+    dimensions that the profile trial found with another micro batch take precedence. Data loaders
+    that fill batches by tokens vary the number of samples; `check` detects this.
 
     Tokens are the elements of two-dimensional integer tensors: those called `input_ids` (several
-    for pairs of texts), or else the model's first tensor. Elements that an `attention_mask` of the
-    same shape masks do not count.
+    for pairs of texts), or else the model's first tensor. Elements masked by an `attention_mask`
+    of the same shape do not count.
 
     Attributes:
         dimensions: the sample dimension of each tensor by its place in the arguments, such as
@@ -168,7 +169,7 @@ class BatchCounter:
             return None
         if (refusal := self.refuse_own()) is not None:
             raise refusal
-        if samples == 1:  # a row that packs all samples, or that they share
+        if samples == 1:  # one row that packs all samples, or is shared by them
             return None
         self.fed_instead = {"micro_batch": self._micro_batch, "rows": samples}
         if before.get("rows") == samples and before["micro_batch"] != self._micro_batch:
@@ -208,8 +209,8 @@ class BatchCounter:
     def _find_carriers(self, shapes: Mapping[str, Shape]) -> dict[str, int]:
         fitting = {place: self._fitting(place, shape) for place, shape in shapes.items()}
         self.dimensions = {p: found[0] for p, found in fitting.items() if len(found) == 1}
-        # Twice the trial's micro batch may be pairs (a chosen and a rejected answer), unless the
-        # profile trial found the sample dimension of one of these tensors.
+        # If the user's micro batch is twice the trial's, that many rows may also be pairs (a chosen
+        # and a rejected answer), unless the profile trial found a tensor's sample dimension.
         is_known = self._known.keys() & shapes.keys()
         self._may_be_pairs = self._own == 2 * self._micro_batch and not is_known
         for dimension in range(2):
@@ -223,7 +224,7 @@ class BatchCounter:
         """Return the number of samples in a call; None if unknown.
 
         `carriers` are tensors with their sample dimensions. Without them, all tensors with more
-        than one row must have equally many.
+        than one row must have the same number of rows.
         """
         if carriers:
             sizes = [_size(shapes[p], d) for p, d in carriers.items() if p in shapes]
@@ -235,8 +236,8 @@ class BatchCounter:
     def _varies(self) -> bool:
         """Return whether the calls have different numbers of samples.
 
-        The last batch of each epoch may be smaller than the others: at most every second batch, and
-        at equal distances if the micro batch is not the expected one.
+        The last batch of each epoch may be smaller: then at least half of the calls have the micro
+        batch. If no tensor has it as a dimension, the smaller batches must recur regularly.
         """
         rows = self._rows
         if self._carriers or not rows:
@@ -252,10 +253,9 @@ class BatchCounter:
         return len(distances) <= 1 and len({rows[at] for at in ends}) <= 1
 
     def _drops(self) -> bool:
-        """Return whether samples are missing in more calls than the last ones of epochs.
+        """Return whether calls other than the last of an epoch lack samples.
 
-        Batches that are filled by tokens have more samples than the micro batch in some calls, or
-        far fewer on average.
+        Batches filled by tokens do not count: some are larger, or the average is far smaller.
         """
         full, rows = self._micro_batch, [count for count in self._rows if count is not None]
         if not rows or len(rows) < len(self._rows) or max(rows) > full:
@@ -389,12 +389,12 @@ def _is_of_ids(tensor: torch.Tensor) -> bool:
 
 
 def positions_of(config: Any) -> int:
-    """Return the positions in a transformers configuration, or in its speech decoder; 0 if none."""
+    """Return the maximum number of positions in a transformers configuration; 0 if unknown."""
     most = getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", 0))
     return most if isinstance(most, int) else 0
 
 
 def longest_of(model: Any) -> int:
-    """Return the positions of a transformers model, also if wrapped; 0 if it has none."""
+    """Return the maximum number of positions of a model, perhaps a wrapped one; 0 if unknown."""
     configs = (getattr(module, "config", None) for module in model.modules())
     return next(filter(None, map(positions_of, configs)), 0)

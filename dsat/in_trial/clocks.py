@@ -109,7 +109,7 @@ class MemoryWatch:
             self._peaks[kind, phase] = max(value, self._peaks.get((kind, phase), 0))
 
     def note_measured_steps(self) -> None:
-        """Raise the highest peak of all phases to the peak since the last reset, if it is lower."""
+        """Raise the highest peak to that of the measured steps, which have no peaks by phase."""
         for kind, value in self._read().items():
             peaks = {key: peak for key, peak in self._peaks.items() if key[0] == kind}
             largest = max(peaks, key=lambda key: peaks[key])
@@ -123,6 +123,7 @@ class MemoryWatch:
         return values
 
     def over_ranks(self, maximum: Callable[[list[float]], list[float]]) -> MemoryUse:
+        """Return the maxima over the ranks, in bytes; a collective call."""
         keys = sorted(self._peaks)
         own = [*(self._peaks[key] for key in keys), self._context_bytes(), self._data_bytes()]
         *peaks, context, data = map(int, maximum(list(map(float, own))))

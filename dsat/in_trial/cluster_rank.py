@@ -1,9 +1,9 @@
 """A trial on a Determined cluster, from inside the user's processes.
 
 When the script asks dsat for its configuration, or opens `dsat_reporting_context`, its process
-becomes a rank of the trial that the hyperparameters name. The context reports to the master a
-success, and a failure that another attempt would repeat. Any other outcome is a line in the trial's
-log.
+becomes a rank of the trial that the hyperparameters name. The context reports successes to the
+master, and failures that another attempt would repeat. Any other outcome is logged as a line in the
+trial's log.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def spec_for_hparams(
 def attach(hparams: Mapping[str, Any]) -> Task | None:
     """Make this process a rank of the trial that the hyperparameters name; return its task.
 
-    Return None if they name no trial, as in a run without a cluster or in a full-length training.
-    Their switches are set all the same. Later calls only return the task.
+    Return None if they name no trial, as without a cluster or in a full-length training. In either
+    case, set the script's switches. Later calls only return the task.
 
     Raises:
         InvalidTrial: a switch can no longer be set.
@@ -139,6 +139,7 @@ class Task:
         return replace(found, message=f"rank {rank_and_size()[0]}: {found.message}")
 
     def ended(self) -> Outcome:
+        """Return the measurement of a script that ended, or the reason why there is none."""
         return self.measured() or self._add_facts(failures.outcome(self.meter.shortfall))
 
     def _add_facts(self, outcome: Outcome) -> Outcome:
@@ -156,7 +157,7 @@ class Task:
     # -- reports
 
     def follow(self, core_context: Any, op: Any, steps_completed: int) -> None:
-        """Report outcomes to a core context, also when the script completes its searcher operation.
+        """Report outcomes to a core context, also in place of the script's own final report.
 
         `steps_completed`: number of steps under which the master records the metrics.
         """
@@ -213,9 +214,9 @@ class Task:
 
 
 def numbers(outcome: Outcome, *, measures: bool = True) -> dict[str, float]:
-    """Return the numeric metrics of an outcome; of its profile only, if not `measures`.
+    """Return the numbers in an outcome's metrics or, if not `measures`, in its profile.
 
-    A trial that only profiles omits the searched metric, by which the master would rank it.
+    If a trial that only profiles reported the searched metric, the master would rank it.
     """
     part = outcome.metrics if measures else outcome.profile
     found: dict[str, Any] = {} if part is None else part.to_json()

@@ -23,7 +23,7 @@ def uncompiled_parts(module: Any) -> Iterator[Any]:
 
 
 def steps_until_planned() -> int:
-    """Return the number of the step at which DeepCompile compiles last; 0 if none is planned.
+    """Return the last step, counted from 1, at which DeepCompile will compile; 0 if unplanned.
 
     DeepCompile profiles the first steps and compiles again: in stage 3 by default at the sixth
     step (deepspeed/compile/init_z3.py and backend.py, 0.19.8).

@@ -50,7 +50,7 @@ class Verdict:
     """Problems of a configuration, and its ignored keys.
 
     Attributes:
-        ignored: the key that the user may have meant, by ignored key; empty if unknown.
+        ignored: each ignored key, with the key that the user may have meant (empty if unknown).
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -110,7 +110,7 @@ def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
     """
     found = Verdict()
     kept = _without_auto(config)
-    refused: dict[str, str] = {}  # DeepSpeed's message, and the key that it refuses alone
+    refused: dict[str, str] = {}  # by DeepSpeed's message, the key that it refuses even alone
     for key, value in kept.items():
         section, error = _read({key: value})
         if error is not None and _is_of_model(error):
@@ -140,7 +140,7 @@ def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
 
 
 def _find_removed(config: Mapping[str, Any], key: str, text: str) -> str:
-    """Return the path of the setting that causes an error, or the key if it is the whole value."""
+    """Return the path of the setting that causes an error; the key if no single part does."""
     value = config[key]
     for inner in value if isinstance(value, Mapping) else ():
         error = _read({key: {name: each for name, each in value.items() if name != inner}})[1]

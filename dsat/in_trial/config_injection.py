@@ -42,9 +42,9 @@ class Passed:
 def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path) -> None:
     """Make engines that train use a trial's configuration; `path` is the file that holds it.
 
-    A configuration that has all `overrides` is kept. A later engine whose configuration differs
-    from the first engine's keeps its own: it holds another model, and only one is tuned. If both
-    have the same batch sizes, the later engine gets the trial's: the script feeds both alike.
+    A configuration that has all `overrides` is kept. Only the first engine's model is tuned, so a
+    later engine with a different configuration keeps it. If its batch sizes equal the first
+    engine's, only these become the trial's, because the script feeds both engines alike.
     """
     first: list[dict[str, Any]] = []
 

@@ -17,7 +17,7 @@ _EXITED = "the script ended with sys.exit"
 def report_unmeasured(folder: Path, error: BaseException) -> None:
     """Report an error before `deepspeed.initialize`, unless another process has reported one.
 
-    Replace the report of a `sys.exit`, after which the command went on.
+    A report of `sys.exit` is replaced, because the command continued after it.
     """
     reports = [path.read_text(encoding="utf-8") for path in folder.glob(result_file("*"))]
     if all(_EXITED in report for report in reports):

@@ -98,7 +98,7 @@ def _watch(folder: Path, start: dict[str, Any], *, is_rank: bool) -> None:
 
 
 def _mark_process(folder: Path) -> None:
-    """Map this file into memory: dsat finds it in the maps of the process and of its forks."""
+    """Map this file into memory: dsat recognises the process and its forks by their maps."""
     try:
         import ctypes
 
@@ -107,7 +107,7 @@ def _mark_process(folder: Path) -> None:
     except (ImportError, OSError):
         (folder / UNMARKED_FILE).touch()
         return
-    # It stays mapped while Python ends, when sockets of torch are still open.
+    # Keep it mapped while Python exits: torch's sockets are still open then.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapped))
 
 

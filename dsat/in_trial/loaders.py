@@ -59,7 +59,7 @@ def samples(batch_size: int, micro_steps: int) -> tuple[int | None, int]:
     """Return upper bounds on the samples of the training's loader on this rank.
 
     In each micro step, a loader may load several micro batches, of which the script uses one: TRL's
-    GRPO loads all of an optimizer step (`GRPOTrainer.get_train_dataloader`).
+    GRPO loads a whole optimizer step's (`GRPOTrainer.get_train_dataloader`).
 
     Args:
         batch_size: the micro batch.

@@ -6,8 +6,8 @@ The norm is taken in the first step, before clipping. In stages 1 to 3, and in s
 DeepSpeed's optimizers keep it. Otherwise dsat computes it: in stage 0, DeepSpeed has no
 norm in fp32, and 0.17.6 to 0.18.5 report a wrong one in bf16.
 
-With DeepSpeed's Muon, the norm in stages 1 to 3 is unknown: they replace the gradients by updates
-before they compute the norm and clip (0.19.8).
+With DeepSpeed's Muon, the norm in stages 1 to 3 is unknown: these stages replace the gradients by
+updates before they compute the norm and clip (0.19.8).
 """
 
 from __future__ import annotations
@@ -110,6 +110,7 @@ class LossWatch:
             self._norm = _total_norm(engine.module.parameters())
 
     def end_step(self, *, micro_steps: int, applied: bool) -> None:
+        """Finish an optimizer step; without `micro_steps` (0), each loss counts as one."""
         self._steps.append(_Step(self._sum, micro_steps or self.count, applied))
         self._sum, self.count = None, 0
         if not self._needs_norm:
@@ -121,7 +122,7 @@ class LossWatch:
             self._norm = self._engine.get_global_grad_norm()
 
     def _is_misreported(self) -> bool:
-        """Return whether DeepSpeed's norm is of Muon's updates, or scaled although fp16 is off."""
+        """Return whether DeepSpeed's norm is wrong: of Muon's updates, or scaled without fp16."""
         engine = self._engine
         if engine.zero_optimization_stage() > 0 and type(engine.basic_optimizer).__name__ == MUON:
             return True
@@ -145,6 +146,7 @@ class LossWatch:
         self._check()
 
     def curve(self) -> TrainingCurve:
+        """Return the losses and the gradient norm so far; waits for the device."""
         count = self._num_read
         kept = [i for i in range(count) if i < FIRST_STEPS or i >= count - LAST_STEPS]
         norm = math.nan if self._norm is None else float(self._norm)  # waits for the device
@@ -153,7 +155,7 @@ class LossWatch:
             losses=tuple(_rounded(self._steps[i].loss) for i in kept),
             skipped=tuple(i + 1 for i in kept if not self._steps[i].applied),
             precision=precision.find(self._engine),
-            # DeepSpeed has 0 where it was not computed, and -1 after an overflow.
+            # DeepSpeed's norm is 0 where it was not computed, and -1 after an overflow.
             gradient_norm=norm if math.isfinite(norm) and norm > 0 else None,
             compares_samples=self._compares_samples,
             deepspeed_version=str(getattr(sys.modules.get("deepspeed"), "__version__", "")),

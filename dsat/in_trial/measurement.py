@@ -93,7 +93,12 @@ class Measurement:
         self._early: deque[StepMarks] = deque()  # the last steps before the first measured one
 
     def take(self, marks: StepMarks, skipped: bool) -> None:
-        """Process a finished optimizer step; a step that fp16 `skipped` is not measured."""
+        """Process a finished optimizer step; a step that fp16 `skipped` is not measured.
+
+        Raises:
+            Diverged: the loss is not finite, or too many steps were skipped.
+            InvalidTrial: the script's batches or accumulation do not suit the trial.
+        """
         self.steps_seen += 1
         marks.number = self.steps_seen
         if skipped:
@@ -220,7 +225,7 @@ class Measurement:
         agreed = agree(marks, self._ranks, self._recorder.clock, spec)
         if not all(each.calls for each in marks):
             self._warn(UNSEEN)
-        # If data have no length, a Trainer's steps after an epoch may take more micro batches.
+        # With data of unknown length, a Trainer may take more micro batches after an epoch.
         fewest = min(each.micro_steps for each in marks) / spec.gas
         if fewest > 1:
             advice = OWN_BOUNDARY if self._recorder.has_own_boundary else STEP_ALWAYS
@@ -343,7 +348,7 @@ class Measurement:
         )
 
     def _most_samples(self) -> int | None:
-        """Return the largest micro batch of which an epoch fills one step; None if unknown."""
+        """Return the largest micro batch with a full step in each epoch; None if unknown."""
         gas = self._spec.gas
         of_epoch, _ = loaders.samples(self._spec.micro_batch, self.steps_seen * gas)
         return None if of_epoch is None else max(1, of_epoch // gas)

@@ -27,7 +27,7 @@ def limit_memory(budget_bytes: int) -> None:
 
     The limit is on the data segment (private writable mappings), so torch's CPU allocator fails as
     a device's would. malloc is configured to return freed tensors to the system at once, so holes
-    in its heap do not count. It uses only one heap, because a second briefly reserves 128 MiB.
+    in its heap do not count. It gets only one heap, because a second briefly reserves 128 MiB.
     """
     with contextlib.suppress(OSError, AttributeError):
         for _, option, value in _MALLOC:

@@ -30,7 +30,7 @@ from dsat.values.format import count
 from dsat.values.outcome import Outcome, OutcomeKind
 
 # A critic may take 100 steps between two steps of a generator (Arjovsky et al., arXiv:1701.07875).
-_TIMES_AS_LONG = 20  # as the measured steps may another engine train alone
+_TIMES_AS_LONG = 20  # another engine may train alone for this many times the measured steps
 RESUMED = (
     "it continued from the checkpoint {}, where the training may be over. Tune it with another "
     "checkpoint folder, or without resuming. Otherwise, "
@@ -144,7 +144,7 @@ class Meter:
     def describe(self, error: BaseException) -> Outcome:
         """Return the outcome of an error.
 
-        If memory runs out with the user's micro batch, this says nothing about the trial's.
+        Running out of memory with the user's micro batch says nothing about the trial's.
         """
         found = failures.outcome(error)
         if self._engine is None or not found.kind.is_out_of_memory:
@@ -166,7 +166,11 @@ class Meter:
         adapters.adapt_engine(engine)
 
     def attach(self, engine: Any, *, first_step: int = 1) -> None:
-        """Start the measurement of an engine, at the optimizer step `first_step` or later."""
+        """Start the measurement of an engine, at the optimizer step `first_step` or later.
+
+        Raises:
+            InvalidTrial: the engine does not have the trial's configuration.
+        """
         spec = self.spec.complete_from(engine)
         check_engine(engine, spec)
         start = max(first_step, spec.options.start_step)

@@ -39,6 +39,7 @@ class MeterSpec(KnownBefore, Recorded):
     def build(
         cls, trial: Trial, options: TrialOptions, *, slots: int, host_slots: int = 1
     ) -> MeterSpec:
+        """Return the specification for a trial; a profile trial measures a single step."""
         measures = trial.kind is not TrialKind.PROFILE
         if not measures:
             # One measured step is enough. Memory peaks need a second step before it, since the
@@ -58,7 +59,7 @@ class MeterSpec(KnownBefore, Recorded):
         )
 
     def complete_from(self, engine: Any) -> MeterSpec:
-        """Return the specification; if `slots` is 0, with the engine's batch, stage and sizes."""
+        """Return the specification, with the engine's own values if `slots` is 0."""
         if self.slots:
             return self
         own = engine.train_micro_batch_size_per_gpu()

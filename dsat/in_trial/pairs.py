@@ -19,11 +19,11 @@ _MOST_NORMALIZED = 4  # nodes between a product by elements and the expansion of
 def compares_samples(loss: Any, micro_batch: int, ranks: int) -> bool:
     """Return whether a loss compares outputs of all pairs of samples.
 
-    Such a loss has one of these in its graph: a product of two matrices that are not parameters,
-    their distances, or an operation by elements on rows and columns (`z[:, None] * z[None]`). The
-    matrix has one row, or two for two views, for each sample of one rank or of all ranks. It has as
-    many columns as rows, or a multiple: twice as many (hard negatives), or once or twice as many
-    for each rank (samples of other ranks).
+    The graph of such a loss has a matrix with an element for each pair: a product of two matrices
+    that are not parameters, distances between their rows, or an operation by elements on a column
+    and a row (`z[:, None] * z[None]`). With n samples on one rank or on all ranks, the matrix has
+    n rows, or 2n for two views. It has as many columns as rows, twice as many (hard negatives), or
+    either number for each rank (samples of other ranks).
     """
     waiting = deque([getattr(loss, "grad_fn", None)])
     known: set[Any] = set()
@@ -41,7 +41,7 @@ def compares_samples(loss: Any, micro_batch: int, ranks: int) -> bool:
 
 
 def _size_of_pairs(node: Any) -> tuple[int, int] | None:
-    """Return rows and columns of compared outputs; None for a node that compares none."""
+    """Return rows and columns of a node's matrix of pairs; None if it compares no outputs."""
     name, operands = node.name(), node.next_functions
     if not name.startswith(("MmBackward", "BmmBackward", *_DISTANCES, *_BY_ELEMENT)):
         return None
@@ -65,7 +65,7 @@ def _size_of_pairs(node: Any) -> tuple[int, int] | None:
 
 
 def _shape_before_expansion(node: Any, index: int) -> tuple[int, ...]:
-    """Return the shape of a node's output, before it was expanded along pairs if it was."""
+    """Return the shape of a node's output, before any expansion along pairs."""
     shape = tuple(map(int, node._input_metadata[index].shape))
     found = shape
     for _ in range(_MOST_NORMALIZED):  # a cosine divides by norms after the expansion

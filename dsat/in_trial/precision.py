@@ -36,7 +36,7 @@ def find(engine: Any) -> str:
 
 
 def _name_dtype(dtype: Any) -> str:
-    """Return the precision of computing with weights of a type; bf16 for quantised ones."""
+    """Return the precision of computing with weights of a type; bf16 for quantised weights."""
     import torch
 
     if dtype is torch.float16:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Optimizers that update each element independently: those that ZeRO supports (0.19.8,
 # runtime/zero/utils.py), and others. DeepSpeed's Muon counts as one unless gradients are clipped,
-# because ZeRO keeps the shapes for it. Adafactor, LAMB and other versions of Muon do not.
+# because ZeRO keeps the shapes for it. Adafactor, LAMB and other versions of Muon are not.
 _BY_ELEMENT = """
     ASGD Adadelta Adagrad Adam AdamW Adamax DeepSpeedCPUAdagrad DeepSpeedCPUAdam DeepSpeedCPULion
     FusedAdam FusedLion Lion MuonWithAuxAdam NAdam RAdam RMSprop Rprop SGD ZenFlowCPUAdam
@@ -78,6 +78,7 @@ class ModelProfiler:
         return tensor
 
     def result(self, counter: BatchCounter) -> ModelProfile | None:
+        """Return the profile; None if the trial does not profile."""
         from deepspeed.accelerator import get_accelerator
 
         if not self._spec.profile:

@@ -237,10 +237,10 @@ class Rank:
         return find_batch_flag(sys.argv[1:], own, TRIAL.script_options)
 
     def _find_accumulation_flag(self, outcome: Outcome) -> str:
-        """Return a flag that repeats the user's accumulation; empty if trials need to set none.
+        """Return the flag that trials must set to change accumulation; empty if there is none.
 
-        Trials need none if the script has a Trainer, whose arguments they set, or a flag with the
-        Trainer's name for it, or if the script ignores `gradient_accumulation_steps`.
+        No flag is needed if the script has a Trainer, whose arguments trials set, or a flag with
+        the Trainer's name. None helps if the script ignores `gradient_accumulation_steps`.
         """
         spec, switches, args = self._spec, TRIAL.trainer.switches.found, sys.argv[1:]
         facts = None if outcome.training is None else outcome.training.facts
@@ -268,7 +268,7 @@ class Rank:
         return self._has_engine and (not self._spec.own or may_train or dist.is_initialized())
 
     def _may_be_helper(self) -> bool:
-        """Return whether its rank began in another process, so this is a launcher or a helper."""
+        """Return whether this may be a launcher or a helper: its rank began in another process."""
         number, size = rank_and_size()
         return has_begun(self._folder, number if size > 1 else "*")
 

@@ -28,7 +28,7 @@ DONE_FILE = "done"  # exists once the trial's processes are not needed any more
 PORTS_FILE = "ports"  # MASTER_PORT of each rank that called `initialize`, one a line
 # Only in a trial that runs the user's command:
 RECORDS_FOLDER = "records"  # records of how ranks start, in the first run
-SEVERAL_NODES_FILE = "nodes.json"  # in that folder, if the launcher would use several nodes
+SEVERAL_NODES_FILE = "nodes.json"  # in RECORDS_FOLDER, if the launcher would use several nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +109,7 @@ def mark_begun(folder: Path, rank: int) -> None:
 
 
 def has_begun(folder: Path, rank: int | str) -> bool:
-    """Return whether a rank, or any if "*", called `deepspeed.initialize`, or any has failed."""
+    """Return whether a rank ("*": any) called `deepspeed.initialize`, or any rank failed."""
     has_failed = any(folder.glob(result_file("*")))
     return has_failed or any(folder.glob(f"begun{rank}"))
 

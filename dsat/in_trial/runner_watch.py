@@ -49,7 +49,7 @@ class RunnerWatch:
                 print(
                     f"[dsat] the search runner, experiment {self.runner_id}, is gone "
                     f"({state.lower()}): ending experiment {self.experiment_id}, whose trials "
-                    "would otherwise run on",
+                    "would otherwise continue",
                     flush=True,
                 )
                 self.ask("post_KillExperiment", id=self.experiment_id)

@@ -8,7 +8,7 @@ from typing import Any
 
 _BATCH_SIZES = {"bs", "bsz", "mbs"}  # words in flags, such as `--train-bs`
 _SHORT = ("-b", "-bs")  # flags
-# Usual names of the batch size, without dashes; and parts of names that mean another one.
+# Usual names of the batch size, without dashes; and parts of names that mean something else.
 _USUAL = re.compile(
     r"b|bsz?|mbs|(per_(device|gpu)_)?(train_)?(micro_)?batch_size(_per_(device|gpu))?"
 )
@@ -36,7 +36,7 @@ def find_batch_flag(args: Sequence[str], fed: int, options: Mapping[str, Any]) -
 def find_accumulation_flag(args: Sequence[str], gas: int, options: Mapping[str, Any]) -> str:
     """Return the flag that most likely repeats the accumulation steps `gas`; empty if none does.
 
-    Many flags have the value 1, so that only the usual name counts then.
+    If `gas` is 1, only the usual name counts, because many flags have this value.
     """
     found = _flags_with(args, gas, options)
     usual = [flag for flag in found if _name(flag) == _ACCUMULATION]
@@ -45,7 +45,7 @@ def find_accumulation_flag(args: Sequence[str], gas: int, options: Mapping[str, 
 
 
 def _flags_with(args: Sequence[str], value: int, options: Mapping[str, Any]) -> list[str]:
-    """Return the flags whose value is a number: those given, then those with this default."""
+    """Return the flags with this value: first those in the arguments, then those by default."""
     given = {}
     for word, after in zip(args, [*args[1:], ""], strict=False):
         flag, has_value, text = word.partition("=")

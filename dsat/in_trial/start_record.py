@@ -32,7 +32,7 @@ def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
 
     Args:
         start: pid, argv, cwd, cores and env at the process's start.
-        waits: whether the process waits to be ended after the record, instead of training.
+        waits: whether the process then waits until it is killed, instead of training.
     """
     records = folder / RECORDS_FOLDER
     written: list[Path] = []
@@ -89,7 +89,7 @@ def _describe_process(
 
 
 def _devices_above() -> dict[str, str]:
-    """Return variables that choose devices, as the nearest process above had them at its start.
+    """Return variables that choose devices, each from the nearest ancestor that started with it.
 
     DeepSpeed's launcher removes them before it starts the ranks.
     """

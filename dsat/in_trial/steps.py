@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CI_TARGET = 0.02
 CONFIDENCE = 0.95
-RAREST = 10  # at most one step in so many is an accident; more often it belongs to the training
+RAREST = 10  # one step in this many may be an accident; if more are long, training is the cause
 _FAR = 6.0  # robust standard deviations beyond the median
 _FAR_AT_LEAST = 0.1  # of the median
 _COEFFICIENTS = 20
@@ -66,13 +66,13 @@ def relative_ci95(values: Sequence[float]) -> float:
     """Return the half-width of the 95 % interval of the mean, as a fraction of the mean.
 
     The steps' model is a stationary Gaussian AR(1) process with a coefficient r in [0, 0.97]. Given
-    r, the mean has a t distribution (generalised least squares); the coefficients are weighted by
+    r, the mean has a t distribution (generalised least squares). The values of r are weighted by
     their marginal likelihood and the reference prior 1 / sqrt(1 - r^2) (Berger and Yang,
     "Noninformative priors and Bayesian testing for the AR(1) model", 1994). The interval is centred
     at the plain mean.
 
     Returns:
-        Infinity for fewer than three values, whose coefficient is unknown; 0 if all are equal.
+        Infinity for fewer than three values, which do not show r; 0 if all are equal.
     """
     import numpy as np
 
@@ -121,7 +121,7 @@ def steps_wanted(count: int, ci95: float, most: int) -> int:
 
 
 def _accidents(values: Sequence[float], may_be: Sequence[bool]) -> list[int]:
-    """Return the positions of far longer steps; none unless they are rare and may be accidents."""
+    """Return the positions of far longer steps; none if they are frequent or may have a reason."""
     median = statistics.median(values)
     spread = 1.4826 * statistics.median([abs(value - median) for value in values])
     bound = median + max(_FAR * spread, _FAR_AT_LEAST * median)

@@ -1,8 +1,8 @@
 """Correction of predicted memory by the memory that trials used.
 
 A simulation does not count the memory of the device's libraries. The context and the communication
-library take a constant (`context_bytes`). Workspaces and the allocator's overhead take a constant
-and a number of bytes per sample. So
+library take a constant (`context_bytes`). Workspaces and the allocator's overhead take another
+constant, and more for each sample. So
 
     predicted = max over phases (simulated + fixed_bytes + bytes_per_sample * micro batch)
                 + context_bytes (if the memory limit includes the context)
@@ -22,11 +22,11 @@ _NOISE = 0.01  # relative variation of measured bytes between trials
 
 @dataclass(frozen=True)
 class Observation:
-    """Memory of a trial, in the phase that used most.
+    """Memory of a trial in the phase that used most.
 
     Attributes:
-        used: bytes of all tensors of a rank in this phase.
-        excess: `used` minus the prediction; never negative unless `is_exact`.
+        used: bytes of a rank's tensors in this phase.
+        excess: `used` minus the prediction; 0 instead of a negative number unless `is_exact`.
         context_bytes: memory of the process besides its tensors; 0 if unknown.
         is_exact: False if `used` is only a lower bound.
     """
@@ -41,7 +41,7 @@ class Observation:
 def observe(
     predicted: Mapping[str, int], micro_batch: int, memory: MemoryUse
 ) -> Observation | None:
-    """Compare a trial's measured memory with predictions by phase; None without measurements."""
+    """Compare a trial's memory with the predicted bytes of each phase; None if not measured."""
     used = {phase: memory.by_phase[phase] for phase in PHASES if phase in memory.by_phase}
     if memory.data_bytes:
         # Only one peak over all phases is recorded: assign it to the phase predicted to need most.
@@ -59,7 +59,7 @@ def observe(
 
 
 def asked_bytes(message: str) -> int:
-    """Return the size of the failed allocation that an error message names; 0 if it names none."""
+    """Return the bytes of the failed allocation that an error message names; 0 if it names none."""
     found = re.search(r"tried to allocate ([\d,.]+) ([KMG])iB", message, re.IGNORECASE)
     if found is None:
         return 0
@@ -90,13 +90,14 @@ def calibrate(
 ) -> Calibration:
     """Fit the excess as a linear function of the micro batch, by least squares.
 
-    The slope is shrunk towards zero, since small micro batches carry little information about it.
-    If all observations have the same micro batch, the slope is 0.
+    The slope is shrunk towards 0, because small micro batches show little of it. If all
+    observations have the same micro batch, it is 0.
 
     Args:
         observations: observations of at least one trial.
         usual_slope: expected size of the slope, in bytes per sample; 0 makes the slope 0.
-        least_slope: lower bound of the slope, negative if predictions may be too large.
+        least_slope: lower bound of the slope, in bytes per sample; negative if predictions may be
+            too large.
     """
     count = len(observations)
     sizes = [o.micro_batch for o in observations]

@@ -20,7 +20,7 @@ from dsat.memory.facts import ModelFacts, Setup
 # CublasHandlePool.cpp; 8 MiB on older GPUs), and to cuBLASLt, which computes products with a bias.
 MATMUL_WORKSPACE_BYTES, BIASED_WORKSPACE_BYTES = 32 * 2**20, 2**20
 _ALL_REDUCE_BUCKET = 5 * 10**8  # engine.py: MEMORY_OPT_ALLREDUCE_SIZE
-_NORM_BUFFER = 25 * 10**7  # stage3.py: elements of which `_constant_buffered_norm2` takes the norm
+_NORM_BUFFER = 25 * 10**7  # stage3.py: elements whose norm `_constant_buffered_norm2` takes at once
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Line:
     Attributes:
         fixed: bytes at any micro batch.
         per_sample: bytes for each sample.
-        if_room: whether DeepSpeed allocates these bytes only on a device that has room for them.
-        per_pair: bytes for each pair of samples, as in a loss with negatives within the batch.
+        if_room: whether DeepSpeed allocates these bytes only if the device has room for them.
+        per_pair: bytes for each pair of samples, as in a loss that compares samples.
     """
 
     fixed: float
@@ -43,9 +43,9 @@ class Line:
         return self.fixed + (self.per_sample + self.per_pair * micro_batch) * micro_batch
 
     def largest_within(self, room: float) -> float:
-        """Return the largest micro batch that needs at most `room` bytes.
+        """Return the largest micro batch, a real number, that needs at most `room` bytes.
 
-        It is a real number: 0 if no micro batch fits, infinite if all do.
+        Return 0 if no micro batch fits, and infinity if all do.
         """
         free, slope, pairs = room - self.fixed, self.per_sample, self.per_pair
         if pairs > 0:
@@ -57,13 +57,13 @@ class Line:
 
 
 def highest(phase: Iterable[Line], micro_batch: float) -> float:
-    """Return the peak of a phase, in bytes."""
+    """Return the peak of a phase at a micro batch, in bytes."""
     return max(line.at(micro_batch) for line in phase)
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """Bytes on the device without activations.
+    """Bytes on the device, without activations.
 
     Attributes:
         init: peak of `deepspeed.initialize` if it flattens parameters on the host.
@@ -74,8 +74,8 @@ class _Parts:
         reduction: added while a bucket is reduced, in the middle of the backward pass.
         step: added to `resident` in the optimizer step.
         gather: added to `forward` at the beginning of the pass, before there are activations.
-        flat: peak of `deepspeed.initialize` if it flattens parameters on the device, which it does
-            with room for a copy (`available_memory` in runtime/zero/stage_1_and_2.py); 0 if never.
+        flat: peak of `deepspeed.initialize` if it flattens parameters on the device, as it does if
+            a copy fits (`available_memory` in runtime/zero/stage_1_and_2.py); 0 if it never does.
     """
 
     init: float
@@ -92,7 +92,7 @@ class _Parts:
 def estimate(
     facts: ModelFacts, config: Mapping[str, Any], *, slots: int, micro_batch: int
 ) -> MemoryEstimate:
-    """Return the memory of a whole DeepSpeed configuration on one of `slots` slots."""
+    """Return the memory that a whole DeepSpeed configuration needs on one of `slots` slots."""
     phases = lines(facts, config, slots=slots)
     init, forward, backward, step = (round(highest(phases[name], micro_batch)) for name in PHASES)
     pinned, pageable = host.training(facts, config, slots=slots)
@@ -108,7 +108,7 @@ def lines(
     parts = (_stage_0, _stage_1_or_2, _stage_1_or_2, _stage_3)[setup.strategy.stage](setup)
     held = parts.resident + parts.forward
     flat = (Line(parts.flat, if_room=True),) if parts.flat else ()
-    # Activations that exist while a bucket is reduced: about as many as during a matrix product.
+    # Activations that exist while a bucket is reduced are about those during a matrix product.
     kept = facts.matmul_bytes_per_sample or facts.first_gradient_bytes_per_sample
     is_whole = setup.strategy.stage == 3 and not facts.uses_zero_init
     whole = setup.model_bytes * facts.num_params if is_whole else 0
@@ -156,14 +156,14 @@ def _stage_1_or_2(s: Setup) -> _Parts:
         init = max(size * (total + trained), resident - 8 * s.shard)
         held = size * trained if s.gas > 1 else 0.0
         return _Parts(init, resident, held, 0, 2 * size * trained - held, size * trained)
-    # Whole gradients of the parameters that overlap the rank's partition. Tied ones exist twice,
-    # and one that exceeds the bucket is reduced by itself.
+    # Whole gradients of the parameters that overlap the rank's partition. Gradients of tied
+    # parameters exist twice, and a gradient that exceeds the bucket is reduced by itself.
     own = min(trained, max(s.shard, largest) + 3 * largest if s.slots > 1 else trained)
     copies = (2 * largest if stage == 1 else 0) + (2 * largest if largest > s.bucket else 0)
     gradients = bucket + size * (own + copies)
     if stage == 1 and s.buckets == 1:
-        # Gradients are reduced when all exist: at first only the bucket is added, then also the
-        # rank's partition, with the unfilled rest of the bucket.
+        # Gradients are reduced once all exist. At first only the bucket is added, then also the
+        # rank's partition, together with the unfilled rest of the bucket.
         beside = largest + s.bucket if largest > s.bucket else largest
         gradients = size * (trained + max(s.bucket, s.shard + beside))
     flat = size * (total + trained)
@@ -171,8 +171,8 @@ def _stage_1_or_2(s: Setup) -> _Parts:
     if s.offload_optimizer:
         resident, init = size * (total + largest), size * (total + s.shard)
         if not in_fp32:
-            # Gradients of each bucket move to the host, after their norm in fp64; on the last rank
-            # while activations still exist.
+            # After their norm is computed in fp64, each bucket's gradients move to the host. On the
+            # last rank, activations still exist then.
             flattened = size * min(trained, s.bucket) if s.slots > 1 else 0
             taken = bucket + max(8 * largest, flattened)
             reduction = 0.0 if s.reduces_last else taken
@@ -208,16 +208,16 @@ def _stage_3(s: Setup) -> _Parts:
     copy = 0 if s.offload_param else s.secondary_bytes
     own = 0 if s.offload_param else size * total / s.slots + copy
     reduced = size * min(trained, s.bucket)
-    # While the largest parameter moves into its part.
+    # Extra bytes while the largest parameter is partitioned.
     moved = size * largest * (1 + (1 / s.slots if s.offload_param else 0))
     gathers = s.slots > 1 or s.offload_param
     # A parameter is gathered whole, whatever the limit.
     live = size * min(total, max(s.live, largest)) if gathers else 0.0
-    if copy:  # after a step, what was not released yet has none
+    if copy:  # parameters that are still gathered after a step have no secondary copy
         live -= copy * live / (size * total)
     gather = size * min(total, s.prefetch) * (1 + 1 / s.slots) if s.slots > 1 else 0
     if s.offload_optimizer:
-        # The rank's part of each bucket moves to the host, after the norm of each gradient in fp64.
+        # After the norm of each gradient in fp64, the rank's part of each bucket moves to the host.
         part = largest / s.slots
         taken = max(reduced, size * largest) + size * part + 8 * min(part, _NORM_BUFFER)
         if s.accumulation_bytes > size:

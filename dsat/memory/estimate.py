@@ -13,12 +13,12 @@ from dsat.values.zero_strategy import CPU, NVME, of_config
 PHASES = ("init", "forward", "backward", "step")
 SIMULATED, CLOSED_FORM = "simulated", "closed form"
 METHODS = {SIMULATED: "simulation", CLOSED_FORM: "formula"}  # in messages
-# Largest number of tokens of a micro batch whose values a simulation knows. For more tokens,
-# transformers makes a mask that training does not have, as they might be packed samples.
+# Most tokens of a micro batch whose values a simulation keeps. Without values, transformers assumes
+# that samples may be packed, and makes a mask that training does not have.
 MOST_TOKENS = 2**22
 
-# Settings that make an engine write, count or print. DeepCompile (`compile`) is among them because
-# it runs only on CUDA: configurations with it are predicted as if it were off.
+# Settings without effect on predicted memory: they make an engine write, count or print.
+# DeepCompile (`compile`) runs only on CUDA, so memory is predicted as if it were off.
 _WITHOUT_MEMORY = (
     *("autotuning", "comet", "compile", "csv_monitor", "dump_state", "flops_profiler"),
     *("steps_per_print", "tensorboard", "wall_clock_breakdown", "wandb"),
@@ -27,10 +27,11 @@ _MOST_MICRO_STEPS = 2  # all later micro steps of an optimizer step are like the
 
 
 def as_simulated(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings on which memory depends, with at most two accumulation steps.
+    """Return the settings on which memory depends.
 
-    Configurations with equal results need the same memory at the same micro batch. NVMe becomes
-    the host, because both leave the same state on the device.
+    If two configurations give the same result, they need the same memory at the same micro batch.
+    More than two accumulation steps become two. NVMe becomes the host, because both leave the same
+    state on the device.
     """
     total, micro, gas = BATCH_KEYS
     left_out = (total, micro, *_WITHOUT_MEMORY)

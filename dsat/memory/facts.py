@@ -17,28 +17,28 @@ TYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of a whole model and its activations; in `Setup`, of one slot's share.
+    """Sizes of a model and its activations: of the whole model, or (in `Setup`) one slot's share.
 
     Attributes:
         num_params, trainable_params: numbers of elements.
         largest_param: elements of the largest trained parameter; 0 if unknown.
-        usual_param: elements of the parameter that holds the median trained element, if parameters
-            are ordered by size; 0 if unknown.
+        usual_param: elements of the parameter to which the median trained element belongs, if
+            parameters are ordered by size; 0 if unknown.
         kept_params: elements that AutoTP does not divide, such as embeddings; 0 if unknown.
         forward_bytes_per_sample: peak of activations in the forward pass, including the loss.
         backward_bytes_per_sample: peak of activations in the backward pass, without gradients of
             parameters.
-        first_gradient_bytes_per_sample: activations that exist with the first gradient.
+        first_gradient_bytes_per_sample: activations that exist when the first gradient does.
         matmul_bytes_per_sample: peak of activations while matrices are multiplied.
-        held_bytes_per_sample: memory of a batch after the backward pass: the batch itself, and
+        held_bytes_per_sample: memory that remains after the backward pass: the batch itself, and
             outputs that the script keeps.
         matmul_bytes: other memory while matrices are multiplied: first gradients, cuBLAS workspace.
         workspace_bytes: workspace of cuBLAS.
         param_bytes: bytes per element in the forward pass, unless a configuration sets fp16 or
             bf16.
-        uses_zero_init: whether stage 3 partitions parameters as they are made, so no slot ever has
-            all of them.
-        hidden_size: hidden size, by which a Trainer replaces "auto" sizes; None if unknown.
+        uses_zero_init: whether stage 3 partitions parameters as they are made, so that no slot ever
+            has all of them.
+        hidden_size: hidden size, from which a Trainer computes "auto" sizes; None if unknown.
     """
 
     num_params: int
@@ -61,8 +61,8 @@ class ModelFacts:
     def of_profile(cls, profile: ModelProfile) -> ModelFacts:
         """Derive facts from a profile, which counts the activations kept for the backward pass.
 
-        An operator's input and output, or their gradients, add two activations. At the peak these
-        have the size of the largest activation, usually the logits.
+        Two activations are added: the input and output of the current operator, or their gradients.
+        At the peak, they have the size of the largest activation, usually the logits.
         """
         of_slot = profile.activation_bytes_per_sample
         of_slot += 2 * profile.largest_activation_bytes_per_sample
@@ -89,7 +89,7 @@ class ModelFacts:
             return self
 
         def of_slot(size: int) -> int:
-            kept = min(size, self.kept_params)  # if parts are frozen, at most
+            kept = min(size, self.kept_params)  # an upper bound if parts are frozen
             return kept + (size - kept) // shared.tensor
 
         return replace(
@@ -102,11 +102,11 @@ class ModelFacts:
 
 
 class SubGroups(NamedTuple):
-    """Settings of the sub-groups of stage 3, whose parameters are updated together.
+    """Settings of stage 3's sub-groups, groups of parameters that are updated together.
 
     Attributes:
-        size: elements of each.
-        ratio: fraction of them whose state is offloaded, if the optimizer is.
+        size: elements of each sub-group.
+        ratio: fraction of the sub-groups whose state is offloaded, if the optimizer is offloaded.
     """
 
     size: int
@@ -128,7 +128,7 @@ class Setup:
 
     Attributes:
         facts: one slot's share of the model.
-        slots: size of ZeRO's group.
+        slots: number of slots in a ZeRO group.
         accumulation_bytes, master_bytes, moment_bytes: bytes per element.
         bucket, live, prefetch: numbers of elements.
         buckets: number of gradient buckets.
@@ -163,7 +163,7 @@ class Setup:
         shared = parallelism.of_config(config)
         return cls(
             facts=facts.divided(shared),
-            slots=max(1, slots // shared.tensor),  # those with the same part of each layer
+            slots=max(1, slots // shared.tensor),  # slots with the same part of each layer
             accumulation_bytes=TYPE_BYTES[accumulated or model_type],
             model_type=model_type,
             master_bytes=2 if low_master else 4,

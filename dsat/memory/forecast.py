@@ -42,9 +42,8 @@ class Forecast:
     def largest(self, settings: Mapping[str, Any]) -> float:
         """Return the largest micro batch that fits with some settings; 0 if none fits.
 
-        With a fixed global batch, the largest micro batches may need no accumulation. Then they
-        hold no accumulated gradients, unlike smaller ones. Without simulations, `FARTHEST` limits
-        the result.
+        With a fixed global batch, the largest micro batches may need no accumulation, and so no
+        memory for accumulated gradients. Without simulations, `FARTHEST` limits the result.
         """
         of_most, of_least = self._shapes_of(settings)
         found = self.model.largest(of_most)
@@ -59,7 +58,7 @@ class Forecast:
         return found
 
     def fits(self, settings: Mapping[str, Any], micro_batch: int) -> bool:
-        """Return whether a trial may be launched, since it is predicted to fit.
+        """Return whether a trial is predicted to fit, so that it may be launched.
 
         With --search-range-factor F above 1, it is enough if 1/F of the micro batch fits.
         """
@@ -70,7 +69,7 @@ class Forecast:
     def describe(self) -> list[str]:
         """Return a line about the memory of each strategy, and the note of the basis, if any.
 
-        Each line is for the first value of every searched setting.
+        A line describes a strategy with the first value of every searched setting.
         """
         lines = []
         for branch in self._space.branches:
@@ -98,7 +97,7 @@ class Forecast:
     # -- trials, described by their overrides of the user's configuration and their switches
 
     def predicted_bytes(self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]) -> int:
-        """Return the predicted peak of one slot in bytes."""
+        """Return the predicted peak memory of one slot, in bytes."""
         return self.model.predicted_bytes(
             self._shape(overrides, script_args), overrides[_MICRO_BATCH]
         )
@@ -113,11 +112,11 @@ class Forecast:
             self._ran[shape.strategy] = max(micro_batch, self._ran.get(shape.strategy, 0))
 
     def _shapes_of(self, settings: Mapping[str, Any]) -> tuple[Shape, Shape | None]:
-        """Return the shape with the most accumulation steps, and the one with the fewest.
+        """Return the shape with the most accumulation steps, and that with the fewest.
 
-        The second is None if both have equally many steps.
+        The second is None if all micro batches need the same number of steps.
         """
-        key = repr(settings)  # a search needs thousands of shapes for each decision
+        key = repr(settings)  # cached, as each decision of a search needs thousands of shapes
         found = self._shapes.get(key)
         if found is None:
             sizes = self._space.micro_batches

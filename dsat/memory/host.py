@@ -38,9 +38,9 @@ def training(facts: ModelFacts, config: Mapping[str, Any], *, slots: int) -> tup
 
 
 def loaded_bytes(facts: ModelFacts, config: Mapping[str, Any]) -> int:
-    """Return the bytes of the weights that each rank has on the host before training.
+    """Return the bytes of weights that each rank loads on the host before training.
 
-    In stage 3, there are none if the model is made under `zero.Init`, which partitions it at once.
+    There are none in stage 3 if the model is made under `zero.Init`, which partitions it at once.
     """
     s = Setup.of(facts, config, 1)
     is_divided = s.strategy.stage == 3 and facts.uses_zero_init
@@ -48,9 +48,9 @@ def loaded_bytes(facts: ModelFacts, config: Mapping[str, Any]) -> int:
 
 
 def of_host(facts: ModelFacts, config: Mapping[str, Any], rank_bytes: float, slots: int) -> int:
-    """Return the bytes that all ranks of a typical host need to load the weights and to train.
+    """Return the bytes that all ranks of a typical host need to load the weights or to train.
 
-    Only the larger need counts.
+    The larger of the two needs counts.
 
     Args:
         rank_bytes: host memory of a rank while it trains.

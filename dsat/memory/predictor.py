@@ -1,9 +1,9 @@
 """Memory of every configuration of a run: from a few simulations, corrected by every trial.
 
-One configuration of each strategy is simulated at about its largest micro batch. Formulas derive
-the others from it, and trials add what no simulation sees. The memory of each phase is a maximum of
-polynomials of degree 1 or 2 in the micro batch, from which the largest micro batch that fits is
-computed.
+One configuration of each strategy is simulated, at about its largest micro batch. Formulas derive
+the strategy's other configurations, and trials add what no simulation sees. The memory of a phase
+is a maximum of polynomials of degree 1 or 2 in the micro batch. The largest micro batch that fits
+is computed from these.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from dsat.values.zero_strategy import NVME, of_config
 
 # The prediction times this margin must fit, before and after an exact measurement.
 UNCALIBRATED_MARGIN, CALIBRATED_MARGIN = 1.05, 1.02
-# Reserved memory counts as fragmentation only if it is at least this fraction of the limit, and up
-# to this multiple of allocated memory: torch frees unused memory before it runs out.
+# Reserved memory shows fragmentation if it is at least the first fraction of the limit. At most the
+# second multiple of allocated memory counts: torch frees unused memory before it runs out.
 _TELLING_PART, _MOST_FRAGMENTED = 0.5, 1.25
 # If a trial was predicted to fit but ran out of memory, the margin of its strategy grows by at most
 # the first factor, and the margin of all strategies by at most the second.
 _CAUTION, _CAUTION_OF_ALL = 1.15, 1.05
 _BEYOND = 1.04  # a margin grows until prediction times margin is this multiple of the limit
-_RECOMPUTED = 2**-1.5  # assumed factor of activations, if checkpointing was not simulated
-# Bytes per sample that a prediction may miss, as fractions of the activations: with a simulation,
-# workspaces; with a profile, the unseen part of the backward pass.
+_RECOMPUTED = 2**-1.5  # assumed effect of checkpointing on activations, if it was not simulated
+# Bytes per sample that a prediction may miss, as fractions of the activations: workspaces in a
+# simulation; the unseen part of the backward pass in a profile.
 _WORKSPACES, _UNSEEN = 0.05, 0.5
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """A configuration that was simulated.
+    """A simulated configuration.
 
     Attributes:
-        slots: number of simulated slots; None if it is the number for which memory is predicted.
+        slots: number of simulated slots; None if memory is predicted for the same number.
     """
 
     config: Mapping[str, Any]
@@ -60,8 +60,8 @@ class Variant:
     """The model with certain values of the script's switches, such as `gradient_checkpointing`.
 
     Attributes:
-        anchors: simulated configurations. A strategy may have several: on other numbers of slots,
-            or with a smaller micro batch if memory grows with its square.
+        anchors: simulated configurations. A strategy may have several: for other numbers of slots,
+            or at a smaller micro batch if memory grows with the square of the micro batch.
     """
 
     script_args: Mapping[str, Any]
@@ -73,7 +73,7 @@ class Variant:
 class Basis(Recorded):
     """Simulations, or a profile, from which a search predicts memory.
 
-    The first variant has the user's switches. `note` says why nothing was simulated, or is empty.
+    The first variant has the user's switches. `note` says why nothing was simulated, if so.
     """
 
     variants: tuple[Variant, ...]
@@ -95,7 +95,7 @@ class Basis(Recorded):
         return {}
 
     def corrections(self, slots: int) -> list[_Corrections]:
-        """Return the corrections of the formulas on a number of slots, in order of variants."""
+        """Return the corrections of the formulas for a number of slots, one for each variant."""
         if slots not in self._known_corrections:
             found = [_corrections(variant, slots) for variant in self.variants]
             self._known_corrections[slots] = found
@@ -126,7 +126,7 @@ class Shape:
 
     @functools.cached_property
     def highest(self) -> Sequence[Line]:
-        """Lines that decide the peak; lines below another one at every micro batch are dropped."""
+        """Lines that decide the peak, without those that are nowhere higher than another line."""
         lines = {
             (line.fixed, line.per_sample, line.per_pair)
             for lines in self.phases.values()
@@ -188,8 +188,8 @@ def _between(
 ) -> Mapping[str, float]:
     """Interpolate corrections between numbers of slots, linearly in 1 / slots.
 
-    Beyond the known numbers of slots, the nearest one's corrections apply. But if slots divide the
-    state, negative corrections (of an optimizer with less state, say) fade to 0 at large numbers.
+    Beyond the known numbers, the corrections of the nearest one apply. But if the slots divide the
+    state (`divided`), negative corrections, as for a smaller optimizer state, fade to 0.
     """
     most = {n: max(0.0, more) if divided else more for n, more in known[max(known)].items()}
     known = {**known, math.inf: most}
@@ -204,7 +204,7 @@ def _between(
 
 
 def _group(config: Mapping[str, Any]) -> str:
-    """Return strategy and parallelism as a name; one simulation stands for all with this name."""
+    """Return a name of strategy and parallelism; equal names share a simulation's corrections."""
     return " ".join([of_config(config).name, parallelism.of_config(config).label]).strip()
 
 
@@ -220,7 +220,7 @@ def _with_written_bucket(config: Mapping[str, Any], facts: ModelFacts) -> Mappin
 
 
 def fits_host(host_bytes: float, limit_bytes: int | None) -> bool:
-    """Return whether bytes with a margin fit in a host's memory; True if that is unknown."""
+    """Return whether bytes, with a margin, fit in the host's memory; True if that is unknown."""
     return not limit_bytes or host_bytes * UNCALIBRATED_MARGIN <= limit_bytes
 
 
@@ -278,7 +278,7 @@ class MemoryModel:
                 for name, lines in phases.items()
             }
             host_bytes += more[_HOST] if host_bytes else 0.0
-        if self._on_device:  # drop copies that do not fit, which DeepSpeed then does not make
+        if self._on_device:  # DeepSpeed does not make copies that do not fit
             phases = {
                 name: tuple(x for x in lines if not x.if_room or x.fixed <= self.limit_bytes)
                 for name, lines in phases.items()
@@ -287,17 +287,17 @@ class MemoryModel:
         return Shape(strategy, phases, host_bytes, source, is_guess)
 
     def fits_host(self, shape: Shape) -> bool:
-        """Return True if the host has enough memory for the ranks of one trial."""
+        """Return whether the host has enough memory for the ranks of a trial."""
         return fits_host(shape.host_bytes, self.host_limit_bytes)
 
     def predicted_bytes(self, shape: Shape, micro_batch: float) -> int:
-        """Return the predicted peak of one slot in bytes."""
+        """Return the predicted peak memory of one slot, in bytes."""
         peak = max(shape.peak(phase, micro_batch) for phase in PHASES)
         peak += self._bytes_per_pair * micro_batch**2
         return round(peak + self._calibration.added_bytes(micro_batch) + self._context_bytes)
 
     def fits(self, shape: Shape, micro_batch: int) -> bool:
-        """Return whether a trial is predicted to fit; if the shape is a guess, only on the host."""
+        """Return whether a trial is predicted to fit; if its shape is a guess, only on the host."""
         if not self.fits_host(shape):
             return False
         if shape.is_guess:
@@ -350,14 +350,14 @@ class MemoryModel:
             )
 
     def _learn_pairs(self, shape: Shape, micro_batch: int, asked: int) -> None:
-        """Derive bytes per pair from a failed allocation; a loss over pairs usually has two."""
+        """Derive bytes per pair from a failed allocation, of which a loss usually makes two."""
         if all(each.micro_batch >= micro_batch for each in self._observations):
             return  # no smaller micro batch ran, so nothing indicates quadratic growth
         missing = 2 * asked - self.predicted_bytes(shape, micro_batch)
         self._bytes_per_pair += max(0.0, missing / micro_batch**2)
 
     def _learn_fragmentation(self, memory: MemoryUse) -> None:
-        """Set the fragmentation from a trial, if none before reserved more memory."""
+        """Set the fragmentation from a trial, unless an earlier one reserved more memory."""
         reserved = max(memory.reserved_bytes.values(), default=0)
         allocated = max(memory.allocated_bytes.values(), default=0)
         if reserved < max(self._most_reserved, _TELLING_PART * self.limit_bytes) or not allocated:
@@ -376,12 +376,12 @@ class MemoryModel:
         return max(usual * self._fragmented, learned)
 
     def _known_of(self, script_args: Mapping[str, Any]) -> tuple[ModelFacts, _Corrections, bool]:
-        """Return facts and corrections for the switches, and whether these are only a guess."""
+        """Return facts and corrections for values of switches, and whether they are a guess."""
         own = self.basis.variants[0]
         wanted = {**own.script_args, **{n: v for n, v in script_args.items() if affects_memory(n)}}
         for variant, corrections in zip(self.basis.variants, self._corrections, strict=True):
             if dict(variant.script_args) == wanted:
-                # Corrections beyond activations were simulated with the user's own switches.
+                # Without its own simulations, a variant has the corrections of the user's switches.
                 return variant.facts, corrections or self._corrections[0], False
         factor = 1.0
         if wanted.get(CHECKPOINTING) != own.script_args.get(CHECKPOINTING):

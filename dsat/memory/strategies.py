@@ -1,4 +1,4 @@
-"""Strategies that predictions compare, and the user's configuration with each of them."""
+"""Strategies that predictions compare, and the user's configuration with another strategy."""
 
 from __future__ import annotations
 

@@ -18,17 +18,17 @@ from dsat.errors import UserInputError
 CONFIG_SUFFIXES = (".json", ".hjson")
 # Options of Python that ignore PYTHONPATH or `sitecustomize`, alone or joined with others (-sE).
 _HIDES_THE_HOOK = re.compile("-[^-WXcm]*[IES]")
-# What an installation of DeepSpeed has in an environment, also one from a folder of sources.
+# Metadata of an installed DeepSpeed in an environment, even if installed from a source folder.
 _DEEPSPEED = "lib*/python*/*-packages/deepspeed[-.]*"
 _PYTHON = re.compile(r"python[\d.]*")
-_TOO_OLD = re.compile(r"python3\.\d")  # for the hook, which the first run finds out
+_TOO_OLD = re.compile(r"python3\.\d")  # for the hook, as the first run will show
 _EXPORT = re.compile(r"(--export|SLURM_EXPORT_ENV)[= ](\S+)")  # of srun
 _OF_SHELLS = frozenset(
     "! { ( case cd eval exec export for if pushd set source trap ulimit until while".split()
 )
 _IN_JOB = "Put `dsat tune` before the training command in the job script."
 _IN_CONTAINER = "Run dsat inside the container."
-# Programs that start a training where dsat does not reach it.
+# Programs that start a training out of dsat's reach.
 _ELSEWHERE = {
     **dict.fromkeys(("sbatch", "qsub", "bsub"), _IN_JOB),
     **dict.fromkeys(("docker", "podman", "kubectl"), _IN_CONTAINER),
@@ -49,7 +49,7 @@ def check_options(program: Entrypoint) -> None:
 
 
 def check_form(words: Sequence[str]) -> None:
-    """Raise UserInputError for a whole command in one word, and for one that only a shell runs."""
+    """Raise UserInputError for a whole command in one word, and for one that needs a shell."""
     given = words[0]
     is_line = len(words) == 1 and len(given.split()) > 1 and not os.path.exists(given)
     is_syntax = is_line and entrypoints.SHELL_SYNTAX.search(given) is not None
@@ -57,7 +57,7 @@ def check_form(words: Sequence[str]) -> None:
         raise UserInputError(
             "needs a shell",
             where=given,
-            hint="Give the whole line to one: dsat tune bash -c '...'.",
+            hint="Run the whole line in a shell: dsat tune bash -c '...'.",
         )
     if is_line:
         raise UserInputError(
@@ -68,12 +68,12 @@ def check_form(words: Sequence[str]) -> None:
 
 
 def make_startable(words: Sequence[str], *, is_known: bool) -> tuple[str, ...]:
-    """Return a command in a form that can be started; a `.py` file gets a Python.
+    """Return a command in a form that can be started; a `.py` file runs with dsat's Python.
 
     `is_known` says whether dsat recognised the command's form.
 
     Raises:
-        UserInputError: its program does not exist, or starts the training out of dsat's reach.
+        UserInputError: the program does not exist, or starts the training out of dsat's reach.
     """
     command = list(words)
     env = entrypoints.take_assignments(command)
@@ -81,7 +81,7 @@ def make_startable(words: Sequence[str], *, is_known: bool) -> tuple[str, ...]:
     _check_reach(command, {**os.environ, **env})
     if is_known and command[0].endswith(".py"):
         command = [sys.executable, *command]
-    elif is_known and command[0].startswith("python"):  # of dsat's own environment
+    elif is_known and command[0].startswith("python"):  # use that of dsat's environment
         command = [sys.executable, *command[1:]]
     elif shutil.which(command[0]) is None:
         command = [str(Path(sys.executable).parent / command[0]), *command[1:]]
@@ -101,9 +101,9 @@ def make_startable(words: Sequence[str], *, is_known: bool) -> tuple[str, ...]:
 def other_python(words: Sequence[str]) -> str | None:
     """Return the path of the Python that starts a command's script; empty if it is dsat's own.
 
-    The command, PATH or the script's `#!` line names it. If its environment has no DeepSpeed, it is
-    ignored: PATH leads to such a Python if the environment of dsat is not active. None if only a
-    run shows the Python: the `#!` line has another program, or the Python is too old.
+    The command, PATH or the script's `#!` line names the Python. If its environment has no
+    DeepSpeed, it is ignored: PATH names such a Python if dsat's environment is not active. None if
+    only a run shows the Python: the `#!` line has another program, or the Python is too old.
     """
     command = list(words)
     path = entrypoints.take_assignments(command).get("PATH")
@@ -146,11 +146,11 @@ def _check_reach(command: Sequence[str], env: Mapping[str, str]) -> None:
 
 
 def _clears(words: Sequence[str], env: Mapping[str, str]) -> str:
-    """Return the setting of srun that keeps variables from the ranks; empty if none does."""
+    """Return the setting of srun that hides variables from the ranks; empty if there is none."""
     options = itertools.takewhile(
         lambda word: word.startswith("-") or shutil.which(word) is None, words
     )
     variable = f"SLURM_EXPORT_ENV={env.get('SLURM_EXPORT_ENV') or 'ALL'}"
-    # The option wins.
+    # The option overrides the variable.
     *_, (setting, names) = _EXPORT.findall(" ".join([variable, *options]))
     return "" if "ALL" in names.upper().split(",") else f"{setting}={names}"

@@ -1,4 +1,4 @@
-"""Choice of the hosts where trials run, and checks of them."""
+"""Choice and checks of the hosts where trials run."""
 
 from __future__ import annotations
 
@@ -31,10 +31,13 @@ def acquire_hosts(
     """Acquire hosts where trials run, check them, and release them afterwards.
 
     Args:
-        engine: value of `--engine`; if it is none of `PROVIDERS`, the host is this machine.
+        engine: value of `--engine`; if it is not one of `PROVIDERS`, the host is this machine.
         program: program whose launcher may choose devices.
-        given: options of the engine's place, by keyword.
+        given: options of the provider, by keyword.
         in_use: result of `accelerators.variables_of_memory_in_use` before the command began.
+
+    Raises:
+        UserInputError: the hosts differ, or one has devices of several kinds.
     """
     program = program or Entrypoint()
     launch = program.launch
@@ -96,7 +99,7 @@ def check_kinds(host: Host) -> None:
 
 
 def extend_slots(hosts: Sequence[Host], slots: int) -> tuple[Host, ...]:
-    """Return hosts with more CPU slots, if a trial needs more than the quota of cores allows."""
+    """Return hosts with enough CPU slots for a trial, even if it exceeds the quota of cores."""
     share = -(-slots // len(hosts))
     return tuple(replace(host, machine=host.machine.extend(share)) for host in hosts)
 
@@ -120,7 +123,7 @@ def all_slots(hosts: Sequence[Host], program: Entrypoint) -> int:
 
 
 def _numa_ranks(nodes: Path = Path("/sys/devices/system/node")) -> int:
-    """Return the ranks that DeepSpeed's launcher starts on a CPU, usually one per NUMA node.
+    """Return the number of ranks that DeepSpeed's launcher starts on a CPU: one per NUMA node.
 
     This follows `CPU_Accelerator.device_count` (0.19.8): LOCAL_SIZE if set, 1 without numactl.
     """
@@ -141,8 +144,8 @@ def check_slots(hosts: Sequence[Host], slots: int, *, where: str) -> None:
     hint = f"Use --devices {most} or another machine."
     if len(hosts) > 1:
         hint = (
-            f"A trial has devices of one host, or whole hosts: up to {each}, or a multiple of it "
-            f"up to {most}."
+            f"A trial runs on one host (up to {each} devices) or on whole hosts (a multiple of "
+            f"{each}, up to {most})."
         )
     raise UserInputError(
         f"a trial needs {fmt.count(slots, 'device')}, but there are {describe(hosts)}",

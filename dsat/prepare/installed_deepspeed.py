@@ -1,4 +1,4 @@
-"""Check of a configuration by the installed DeepSpeed; its answers are cached."""
+"""Check of a configuration by the installed DeepSpeed, whose answers are cached."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class _Question:
     Attributes:
         place: file, and path of keys in it.
         whole: whether settings are also checked together.
-        own: the user's configuration; keys that DeepSpeed ignores are allowed if it has them. None
-            allows all keys.
+        own: the user's configuration. Keys that DeepSpeed ignores are errors unless they are in it;
+            None allows all keys.
     """
 
     place: str
@@ -54,8 +54,8 @@ def check(experiment: Experiment, program: Entrypoint) -> dict[str, Any]:
     """Check the user's configuration, overrides and listed values with the installed DeepSpeed.
 
     DeepSpeed runs in a separate process, since its import takes seconds. Returns its defaults by
-    path. If DeepSpeed is missing, cannot be run, or is not the trials' DeepSpeed, everything passes
-    and the result is empty. Raises UserInputError for a refused key, type, value or combination.
+    path. If DeepSpeed is missing, does not run, or is not that of the trials, everything passes and
+    the result is empty. Raises UserInputError for a refused key, type, value or combination.
     """
     questions = list(_questions(experiment))
     answer = None if program.interpreter else _answer(questions)
@@ -63,7 +63,7 @@ def check(experiment: Experiment, program: Entrypoint) -> dict[str, Any]:
         return {}
     problems: dict[str, UserInputError] = {}  # by place
     for question, verdict in zip(questions, answer["verdicts"], strict=True):
-        if not (question.whole and problems):  # a whole repeats its parts' problems
+        if not (question.whole and problems):  # the whole repeats the problems of its parts
             for problem in _find_problems(question, verdict, answer["version"]):
                 problems.setdefault(problem.where, problem)
     if problems:
@@ -113,7 +113,7 @@ def _part_for_deepspeed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _answer(questions: Sequence[_Question]) -> dict[str, Any] | None:
-    """Return DeepSpeed's answer, from the cache if it is there; None without an answer."""
+    """Return DeepSpeed's answer, from the cache if possible; None if there is none."""
     stamp = _stamp()
     if stamp is None:
         return None
@@ -132,7 +132,7 @@ def _answer(questions: Sequence[_Question]) -> dict[str, Any] | None:
 
 
 def _stamp() -> str | None:
-    """Identify the versions and files that decide the answers; None without DeepSpeed."""
+    """Return a key for the versions and files that decide the answers; None without DeepSpeed."""
     spec = importlib.util.find_spec("deepspeed")
     if spec is None or spec.origin is None:
         return None
@@ -147,7 +147,7 @@ def _stamp() -> str | None:
 
 
 def _ask(questions: str) -> dict[str, Any] | None:
-    """Return DeepSpeed's answer from another process; None without an answer."""
+    """Return DeepSpeed's answer from another process; None if there is none."""
     try:
         with tempfile.TemporaryDirectory(prefix="dsat-") as folder:
             asked, answer = Path(folder, "questions.json"), Path(folder, "answer.json")

@@ -15,7 +15,7 @@ TRAINING = ("torch", "deepspeed")
 
 
 def requirements() -> tuple[Requirement, ...]:
-    """Return the packages that trials need; without metadata only torch and DeepSpeed."""
+    """Return the packages that trials need; without dsat's metadata, only torch and DeepSpeed."""
     try:
         named = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:  # dsat runs from its source

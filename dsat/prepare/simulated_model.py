@@ -56,7 +56,7 @@ class SimulatedModel:
     def build(
         cls, name: str, config: Mapping[str, Any], simulator: Simulator, dtype: str | None = None
     ) -> SimulatedModel:
-        """Complete a configuration with the script's optimizer and the values of "auto" sizes."""
+        """Complete a configuration with the script's optimizer, and replace "auto" sizes."""
         script = simulator.script
         more: dict[str, Any] = {}
         if zero := config.get("zero_optimization"):
@@ -136,9 +136,9 @@ def warn_of_length(settings: ModelSettings, script: ScriptFacts) -> None:
 
 
 def name_of(model: str, path: Path) -> str:
-    """Return the name of a model, from its file, folder or Hub id, or else its type.
+    """Return a model's name, taken from its file, folder or Hub id, or else its type.
 
-    `model` is the argument of `hf_config.find`, and `path` is the result.
+    `path` is the result of `hf_config.find` for the argument `model`.
     """
     if path.name != hf_config.CONFIG_FILE:
         return path.stem
@@ -177,7 +177,7 @@ def _script_for(settings: ModelSettings, model: str) -> Source:
         args += ["--lora", json.dumps(dict(settings.lora))]
     if settings.activation_checkpointing == "on":
         args.append("--gradient-checkpointing")
-    args += ["--deepspeed_config", "ds_config.json"]  # a trial's own file takes its place
+    args += ["--deepspeed_config", "ds_config.json"]  # replaced by each trial's own file
     # A module of the current folder must not hide one that dsat imports.
     safe = {"PYTHONSAFEPATH": "1"}
     program = Entrypoint(module="dsat.simulation.config_program", args=tuple(args), env=safe)

@@ -35,8 +35,8 @@ from dsat.values.parallelism import SEQUENCE_SIZE
 from dsat.values.trial import TrialOptions
 
 _log = logging.getLogger(__name__)
-# What only a run of the command may show: the program and the configuration of its ranks, or only
-# the configuration, if the script makes it.
+# What only a run of the command may show: the program and configuration of its ranks, or, if the
+# script makes the configuration, only this.
 PROGRAM, CONFIG = "program", "configuration"
 
 
@@ -86,7 +86,7 @@ class Source:
         return (slots or 1) if is_plain or self.is_script else None
 
     def run_to_training(self, timeout_s: float, slots: int | None = None) -> Source:
-        """Run the command up to its training; return the source, completed by what that shows."""
+        """Run the command up to its training; return the source with what this run shows."""
         _log.info("running `%s` up to its training", shlex.join(self.command))
         # Instead of a command for several hosts, one rank of its script runs here.
         launch = self.program.launch
@@ -128,7 +128,10 @@ class Source:
         return _make_from_start(self, ranks, program)
 
     def slots_per_trial(self, given: int | None, available: int) -> int:
-        """Return the number of devices of a trial: `given`, or what the user's files imply."""
+        """Return the number of devices of a trial: `given`, or what the user's files imply.
+
+        Raises UserInputError if the command starts another number of ranks.
+        """
         program = self.program
         if not self.command:
             slots = given or self.experiment.slots_per_trial
@@ -195,7 +198,7 @@ def read_experiment(target: Target) -> Experiment:
 
 
 def check_ranks(program: Entrypoint, slots: int) -> None:
-    """Raise UserInputError if the entrypoint names another number of ranks than `slots`."""
+    """Raise UserInputError if the entrypoint names a number of ranks other than `slots`."""
     if program.slots not in (None, slots):
         raise UserInputError(
             f"starts {fmt.count(program.slots, 'rank')}, but a trial has "
@@ -206,7 +209,7 @@ def check_ranks(program: Entrypoint, slots: int) -> None:
 
 
 def check_config_path(experiment: Experiment, program: Entrypoint) -> None:
-    """Raise UserInputError if entrypoint and hyperparameters name different configurations."""
+    """Raise UserInputError if entrypoint and hyperparameters name different DeepSpeed files."""
     given, known = program.config_path, experiment.hparams[ds_config.CONFIG_KEY]
     if given is None or not isinstance(known, str):
         return
@@ -294,9 +297,9 @@ def _make_from_start(source: Source, ranks: Sequence[RankStart], program: Entryp
 
 
 def _find_config(args: Sequence[str], folder: Path, passed: Mapping[str, Any]) -> str:
-    """Return the argument that names the file of the configuration that the script passes.
+    """Return the argument that names the file of the passed configuration; empty if none does.
 
-    The script may have replaced values that are "auto", and added settings. Empty if none does.
+    The script may have replaced "auto" values and added settings.
     """
     used = ds_config.flat(passed)
     for word in args:
@@ -313,9 +316,9 @@ def _find_config(args: Sequence[str], folder: Path, passed: Mapping[str, Any]) -
 
 
 def _changes(own: Mapping[str, Any], passed: Mapping[str, Any]) -> bool:
-    """Return whether the script's code sets batch sizes or a stage that its file does not have.
+    """Return whether the script's code changes batch sizes or the stage of its file.
 
-    DeepSpeed's defaults, and the global batch size beside a micro batch, change nothing.
+    Adding DeepSpeed's defaults, or the global batch size to a micro batch, is no change.
     """
     total, micro, gas = ds_config.BATCH_KEYS
     stage = "zero_optimization.stage"
@@ -331,8 +334,8 @@ def _changes(own: Mapping[str, Any], passed: Mapping[str, Any]) -> bool:
 
 
 def _find_sizes(own: Mapping[str, Any], passed: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the values that the script set for "auto" batch sizes, and Ulysses' size."""
-    _, *sizes = ds_config.BATCH_KEYS  # the global batch size follows
+    """Return the values by which the script replaced "auto" batch sizes, and Ulysses' size."""
+    _, *sizes = ds_config.BATCH_KEYS  # the global batch size follows from the others
     left = [key for key in sizes if own.get(key) == ds_config.AUTO]
     found = {key: (passed or {}).get(key) for key in [*left, SEQUENCE_SIZE]}
     return {key: value for key, value in found.items() if isinstance(value, int)}

@@ -9,13 +9,13 @@ from dsat.values.trial import Trial
 
 
 class BatchFlag:
-    """The script's flag for its micro batch, which a trial reveals by ignoring its configuration.
+    """The script's flags for its batch sizes, as the trials reveal them.
 
-    Such a trial trains with the flag's value instead of the configured micro batch. If it fails
-    instead, perhaps because the script compares the two, the flag is a guess.
+    A trial that ignores the configured micro batch trains with the value of the script's flag. If
+    the trial fails instead, perhaps because the script compares the two, the flag is a guess.
 
-    A flag for the accumulation is used from the start: scripts schedule the learning rate by it,
-    which no trial can show.
+    A flag for the accumulation is used as soon as it is known. No trial can show whether the script
+    needs it, for example to schedule the learning rate.
 
     Args:
         outcomes: outcomes of the run so far, by trial id.
@@ -24,8 +24,8 @@ class BatchFlag:
         name: flag that sets the micro batch in later trials; empty if there is none.
         accumulation: flag that sets the accumulation in later trials; empty if there is none.
         is_guess: whether `name` is a guess, because no trial has shown yet that it helps.
-        refused: flags that did not help, each with the message of the trial that showed it. For
-            example, the script may ignore its flag too, or have a fixed accumulation.
+        refused: flags that did not help, each with the message of the trial that showed this. For
+            example, the script may ignore its own flag, or have a fixed accumulation.
     """
 
     def __init__(self, outcomes: Mapping[int, Outcome]) -> None:
@@ -48,6 +48,7 @@ class BatchFlag:
         return not self._leading.isdisjoint((self.name, self.accumulation))
 
     def update(self, trial: Trial, outcome: Outcome, own_micro_batch: int) -> None:
+        """Update the flags by a trial's outcome; `own_micro_batch` is the user's."""
         flag, found, kind = trial.batch_flag, outcome.batch_flag, outcome.kind
         is_other = trial.batch.micro_batch != own_micro_batch
         is_error = kind is OutcomeKind.ERROR and is_other
@@ -78,7 +79,7 @@ class BatchFlag:
     def supersedes(self, trial: Trial) -> bool:
         """Return whether a failed trial should run again with the present flags.
 
-        It lacked the flag for the micro batch, or passed a flag that the script does not know.
+        This is so if it lacked the flag for the micro batch, or had a flag unknown to the script.
         """
         outcome = self._outcomes.get(trial.id)
         if outcome is not None and outcome.refuses(*trial.flags.values()):

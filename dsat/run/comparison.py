@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from dsat.values import student
 
-# Confidence levels of reported intervals, and of a clear result. The number of pairs depends on
-# their results. So an interval of 97.5 % for a fixed number of pairs contains the true gain in 95 %
-# of searches (`benchmarks/winners_curse.py`).
+# Confidence levels of reported intervals, and of a clear result. Because the number of pairs
+# depends on their results, an interval of 97.5 % for a fixed number of pairs contains the true gain
+# in 95 % of searches only (`benchmarks/winners_curse.py`).
 REPORTED, CLEAR = 0.975, 0.99
 _WIDEST = 100.0  # an interval with a larger ratio of its ends is not shown
 # Up to `_FEW` pairs, runs of the search also count as measurements of the run-to-run variation.
@@ -23,9 +23,9 @@ _FEW, _DIFFERENT = 3, 0.95
 # if runs vary by 5 % and there are no finals, at most 5 % of searches recommend a configuration
 # that is not better than the user's own (`benchmarks/winners_curse.py`).
 _PRIOR_SD, _PRIOR_FREEDOM = 0.02, 3
-# The same for intervals of one and two pairs; see `_prior_freedom`. Intervals then hold in 96 % of
-# runs at 5 % of variation. At 10 %, those of one pair hold in 91 %, those of two in 94 %
-# (`tests/run/test_finals.py`). More pairs need no prior.
+# The prior's standard deviations for one and for two pairs; see `_prior_freedom`. With them, if
+# runs vary by 5 %, 96 % of the intervals contain the true gain. If runs vary by 10 %, 91 % do with
+# one pair, and 94 % with two (`tests/run/test_finals.py`). More pairs need no prior.
 _PRIOR_SD_OF_PAIRS = {1: 0.03, 2: 0.05}
 _USUAL_SD = 0.03  # of runs, to judge whether the first trial differs from two pairs
 
@@ -46,9 +46,9 @@ class Variation:
 def margin_of_single_runs(
     errors: tuple[float, float], tried: int, measured: Variation | None = None
 ) -> float:
-    """Return the half-width of the 95 % interval of a log gain that two single runs show.
+    """Return the half-width of the 95 % interval of the log gain between two single runs.
 
-    The better run may be the best of several, so their number widens the interval (Bonferroni).
+    If the better run is the best of several, their number widens the interval (Bonferroni).
     Run-to-run variation, which the steps within a run do not show, is included.
 
     Args:
@@ -89,13 +89,13 @@ def _margin(standard_error: float, freedom: int) -> float:
 
 
 def _squares_beside_drift(values: Sequence[float]) -> float:
-    """Return the sum of squared residuals from a straight line, which is a steady drift."""
+    """Return the sum of squared residuals from a fitted straight line, a steady drift."""
     slope, start = statistics.linear_regression(range(len(values)), values)
     return sum((value - start - slope * at) ** 2 for at, value in enumerate(values))
 
 
 def _prior_freedom(pairs: int, searched: int) -> int:
-    """Return the degrees of freedom of the prior of pairs; `searched` runs count besides them."""
+    """Return the prior's degrees of freedom for a number of pairs and of runs of the search."""
     return {1: 1 + searched, 2: 1}.get(pairs, 0)
 
 
@@ -120,11 +120,11 @@ class Comparison:
     ) -> Comparison:
         """Compare the second configuration of the pairs with the first.
 
-        The differences within pairs show the run-to-run variation. So do the sums of pairs, after a
-        steady drift of the machine is subtracted. Up to three pairs are too few for a good
-        estimate, so the first configuration's run before the pairs counts too; with a single pair,
-        also the second's. With two or three pairs, that run does not count if it differs
-        significantly, because the first trial of a search may differ far from all others (Bancroft,
+        Run-to-run variation is estimated from the differences within pairs, and from the sums of
+        pairs after a steady drift of the machine is subtracted. Up to three pairs are too few for a
+        good estimate, so the search's run of the first configuration counts too; with a single
+        pair, the second's too. With two or three pairs, a run that differs significantly is
+        dropped, because the first trial of a search may differ much from all others (Bancroft,
         Annals of Mathematical Statistics 15 (1944)).
 
         Args:
@@ -134,7 +134,7 @@ class Comparison:
         count = len(pairs)
         differences = [second - first for first, second in pairs]
         mean = statistics.fmean(differences)
-        # Sum of squares of differences, of sums, and of a run minus the mean of others. Each degree
+        # Sum of squared deviations of differences, of sums, and of the search's runs. Each degree
         # of freedom is expected to add twice the variance of a run.
         squares = sum((difference - mean) ** 2 for difference in differences)
         freedom = count - 1
@@ -153,9 +153,9 @@ class Comparison:
             if count == 1 or square <= limit:
                 squares, freedom = squares + square, freedom + 1
         variation = Variation(math.sqrt(squares / freedom / 2), freedom)
-        # A standard error from few differences is often far too large by chance. So use the smaller
-        # of two margins, without and with the prior. It misses the true gain no more often than
-        # both margins together.
+        # A standard error from few differences is often far too large by chance. So take the
+        # smaller of the margins with and without the prior. It misses the true gain no more often
+        # than the two together.
         errors = [
             (math.sqrt(total / known / count), known)
             for total, known in ((squares, freedom), (squares + prior, freedom + more))
@@ -179,8 +179,8 @@ class Comparison:
     def is_clear(self, least: float | None) -> bool:
         """Return whether further pairs are unnecessary.
 
-        They are if one configuration is better with 99 % confidence, or if a worthwhile gain is
-        excluded with 99 % confidence.
+        This is so if one configuration is better, or if no worthwhile gain is possible, with 99 %
+        confidence.
 
         Args:
             least: logarithm of the smallest worthwhile gain; None if every gain is worthwhile.

@@ -22,10 +22,10 @@ from dsat.values.outcome import OutcomeKind
 from dsat.values.trial import Trial, TrialKind
 
 # Without finals, the user's own configuration is repeated after `_REPEAT_AFTER` trials, if the run
-# has at least `_LEAST_RUN_WITH_REPEAT`. Otherwise, too many searches recommend a configuration that
-# is no better: of `asha` searches with 14 trials and nothing to gain, 26 % do if runs vary by 10 %,
-# and 59 % if by 20 %. With the repeat, 11 % and 20 % do. If runs vary by up to 5 %, at most 5 % do,
-# with or without the repeat (`benchmarks/winners_curse.py`, 200 seeds).
+# has at least `_LEAST_RUN_WITH_REPEAT`. Otherwise, noise makes too many searches recommend another
+# configuration. With nothing to gain, 26 % of `asha` searches of 14 trials do so if runs vary by
+# 10 %, and 59 % if by 20 %. With the repeat, 11 % and 20 % do. If runs vary by up to 5 %, at most
+# 5 % do, with or without the repeat (`benchmarks/winners_curse.py`, 200 seeds).
 _REPEAT_AFTER, _LEAST_RUN_WITH_REPEAT = 5, 12
 _HOPELESS_AFTER = 4  # a search ends after this many failures if all trials failed
 
@@ -70,8 +70,8 @@ class Decisions:
     def find_reusable(self, earlier: Sequence[Measured]) -> Iterator[tuple[Trial, Measured]]:
         """Yield new trials that need not run, each with its measurement in an earlier run.
 
-        Until the model is profiled, that is at most the next trial. During the search, it is any
-        configuration of the space. The caller must record each trial before it requests the next.
+        Until the model is profiled, this is at most the next trial. During the search, it may be
+        any configuration of the space. The caller must record each trial before requesting another.
         """
         search = self._search
         if search is not None:
@@ -114,7 +114,7 @@ class Decisions:
         # `propose` also fits the search's model, which `predicted` needs after a resumption.
         converged = not self._is_budget_used
         if not converged and isinstance(stop := search.propose(), Stop):
-            step, converged = stop, True  # more trials would not go on either
+            step, converged = stop, True  # a larger budget would not continue the search
         event = finals_phase.begin(run, step.reason, search.predicted)
         return step if event is None else BeginFinals({**event, "converged": converged})
 
@@ -139,7 +139,7 @@ class Decisions:
 
     @property
     def _due_repeat(self) -> Trial | None:
-        """Trial of the user's own configuration if it must be repeated now, else None."""
+        """First trial of the user's own configuration if it must be repeated now, else None."""
         run, own = self.run, self.run.baseline
         if own is None or run.value(own) is None or run.repeat is not None or self._reserved:
             return None
@@ -151,8 +151,8 @@ class Decisions:
     def _is_budget_used(self) -> bool:
         """Return whether all remaining trials are reserved for finals.
 
-        None are reserved if the user's own configuration was not measured, or if all trials of the
-        search have failed, because no finals can follow then.
+        If the user's own configuration was not measured, or if all trials of the search failed, no
+        finals can follow, so no trials are reserved.
         """
         run, trials = self.run, self.run.trials.values()
         searched = [run.outcomes.get(each.id) for each in trials if each.kind is TrialKind.SEARCH]
@@ -186,7 +186,7 @@ class Decisions:
 
     @property
     def _plan_of_search(self) -> Plan:
-        """The plan; limited to one micro batch if the script always feeds that one."""
+        """The plan, limited to the script's own micro batch if trials cannot change this one."""
         outcomes = self.run.outcomes.values()
         fixed = next((each.fixed_batch for each in outcomes if each.fixed_batch), None)
         if fixed is None or self.run.batch_flag.name:
@@ -221,7 +221,7 @@ class Decisions:
         return None if search is None else search.forecast
 
     def reference_configs(self) -> list[dict[str, Any]]:
-        """Return one configuration of each searched strategy and parallelism, for simulations."""
+        """Return one configuration for each searched strategy and parallelism, for simulations."""
         space, configs = self._profiling.make_space(self.plan), []
         for branch in space.branches:
             for settings in branch.of_each_parallelism():
@@ -231,9 +231,9 @@ class Decisions:
 
 
 def _is_hopeless(run: Run) -> bool:
-    """Return whether all trials ended in errors that no other configuration is likely to avoid.
+    """Return whether all trials ended in errors that other configurations are likely to have too.
 
-    At least `_HOPELESS_AFTER` of them must have another cause than too few training data.
+    At least `_HOPELESS_AFTER` of them must be errors that no smaller micro batch could avoid.
     """
     tried = [o for i, o in run.outcomes.items() if run.trials[i].kind in SEARCHED]
     failed = [o for o in tried if o.kind in (OutcomeKind.ERROR, OutcomeKind.INVALID)]

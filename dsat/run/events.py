@@ -58,13 +58,13 @@ _VALUES_OF_ALL: Mapping[str, Any] = {
 }
 # Fields of a plan that a resumed run may change; earlier versions wrote only the first.
 OF_A_BUDGET = ("max_trials", "finals", "indifference")
-# Errors of events that do not fit those before them; `AttributeError` of a run without a plan.
+# Errors from events that do not fit earlier ones; `AttributeError` if the run has no plan yet.
 _CONTRADICTIONS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _TIMES_S = range(253_402_214_400)  # valid dates, up to a day before the year 10000
 
 
 def budget_reason(max_trials: int) -> str:
-    """Return the reason of a search that ends because no trials remain."""
+    """Return the stop reason of a search that has used all its trials."""
     return f"{_BUDGET} {max_trials} trials leaves no more for the search"
 
 

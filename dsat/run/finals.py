@@ -5,10 +5,10 @@ anew. The configuration with the best expected value is the pick. The pick and t
 configuration run in pairs, and the reported gain is the mean of the pairs alone. The order within
 pairs alternates, so that a machine that slows down steadily favours neither.
 
-The pairs are judged only after certain numbers of pairs. They end early if a 99 % interval excludes
-"no gain" (Haybittle 1971, Peto 1976) or any worthwhile gain. Since the number of pairs still
-depends on their results, the reported 95 % interval is as wide as one of 97.5 % for a fixed number
-of pairs. `benchmarks/winners_curse.py` measures how often the interval contains the true gain.
+The gain is judged only after certain numbers of pairs. The finals end early if a 99 % interval
+excludes "no gain" (Haybittle 1971, Peto 1976) or any worthwhile gain. Since the number of pairs
+thus depends on their results, the reported 95 % interval is as wide as one of 97.5 % for a fixed
+number of pairs. `benchmarks/winners_curse.py` measures how often it contains the true gain.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ SHARE, MOST_COST = 0.25, 0.30
 # Runs of fewer than `SHORT_RUN` trials have one pair of finals; of fewer than `LEAST_RUN`, none.
 SHORT_RUN, LEAST_RUN = 12, 4
 PAIR = 2
-MOST_FAILURES = 2  # re-runs; after these, a configuration takes no further part
+MOST_FAILURES = 2  # failed re-runs after which a configuration leaves the finals
 
-# Numbers of pairs after which the pairs are judged. One pair suffices only for a clear gain or loss
-# of 1.3x (`_LARGE`) or more. With 1.5x, gains of 1.4x to 1.5x on a noisy machine took two or three
-# pairs (`benchmarks/native.py`). With 1.3x, if runs vary by 5 %, a gain of 1.4x is reported 2 to 3
-# percentage points too high.
+# Numbers of pairs after which the gain is judged. One pair suffices only for a clear gain or loss
+# of 1.3x (`_LARGE`) or more. With a limit of 1.5x, gains of 1.4x to 1.5x on a noisy machine took
+# two or three pairs (`benchmarks/native.py`). With 1.3x, if runs vary by 5 %, a gain of 1.4x is
+# reported 2 to 3 percentage points too high.
 FIRST_LOOK, _LARGE = 1, math.log(1.3)
 _LOOKS = (FIRST_LOOK, 2, 3, 5, 8, 13, 21, 34, 55)
 _LEAST_ERROR = 0.003  # smallest difference that a run can resolve, as a logarithm
@@ -58,12 +58,12 @@ def reserved(max_trials: int, asked: int | None = None) -> int:
 
 
 def budget(max_trials: int, searched: int, asked: int | None = None, *, cost: float) -> int:
-    """Return the number of trials allowed in the finals after a search; 0 if less than a pair.
+    """Return the number of trials that the finals after a search may use; 0 if less than a pair.
 
     Args:
         searched: number of trials before the finals.
         asked: as in `reserved`.
-        cost: duration of a trial of the finals, as a fraction of the search's time.
+        cost: expected duration of one trial of the finals, as a fraction of the search's time.
     """
     most, left = reserved(max_trials, asked), max_trials - searched
     if asked is None and most:
@@ -77,14 +77,14 @@ class Contestant:
     """A configuration as the search measured it.
 
     Attributes:
-        trial_id: trial of the search; the finals would run its configuration again.
+        trial_id: the trial of the search, whose configuration the finals would run again.
         log_value: logarithm of the measured value; larger is better.
         standard_error: standard error of `log_value` in a single run.
         memory_bytes: peak memory of a device; None if unknown.
         changes: number of settings that differ from the user's own configuration.
         ran_alone: whether no other trial ran at the same time.
-        predicted: the search's prediction of `log_value`. Equal for all configurations if the
-            search has no model of speed; equal to `log_value` if there is no prediction.
+        predicted: the search's prediction of `log_value`. If the search has no model of speed, all
+            configurations have the same one; without a prediction, it equals `log_value`.
     """
 
     trial_id: int
@@ -108,9 +108,9 @@ def rank_by_expectation(
 ) -> list[Contestant]:
     """Rank configurations for the comparison with the user's own.
 
-    Configurations are nearly best if their expected value is at most the fraction `indifference`
-    below the best. First comes the nearly best one with the smallest `size`; then come all others,
-    by expected value.
+    Configurations count as nearly best if the best expected value exceeds theirs by at most the
+    fraction `indifference`. Of these, the one with the smallest `size` comes first. All others
+    follow by expected value.
     """
     expected = dict(zip(tried, _expect_again(list(tried)), strict=True))
     level = max(expected.values()) - math.log1p(indifference)
@@ -125,8 +125,8 @@ def _expect_again(contestants: Sequence[Contestant]) -> list[float]:
     """Return the expected log value of each configuration in a re-run.
 
     A noisy measurement above its prediction is mostly luck. So each measurement is shrunk towards
-    its prediction plus the mean error of all predictions. The better noise explains how these
-    errors vary, the more measurements are shrunk (DerSimonian and Laird, Controlled Clinical Trials
+    its prediction plus the mean error of all predictions. It is shrunk the more, the better noise
+    alone explains the variation of these errors (DerSimonian and Laird, Controlled Clinical Trials
     7 (1986)).
     """
     predicted = np.array([c.predicted for c in contestants])
@@ -146,7 +146,7 @@ class Role(str, enum.Enum):
 
     OWN = "own"
     LEADER = "leader"
-    SAME_BATCH = "same batch"  # the best one with the user's global batch
+    SAME_BATCH = "same batch"  # the best configuration with the user's global batch
 
 
 @dataclass(frozen=True)
@@ -156,8 +156,8 @@ class Rules:
     Attributes:
         trials: number of runs allowed.
         indifference: gain, as a fraction, below which a larger global batch is not worth it.
-        least_gain: pairs end early once the gain is surely below this fraction; None for no limit.
-        first_look: number of pairs after which the pairs are judged for the first time.
+        least_gain: the finals end early if the gain is surely below this fraction; None for never.
+        first_look: number of pairs after which the gain is judged for the first time.
         most_failures: number of failed re-runs after which the next candidate replaces the pick.
     """
 
@@ -169,7 +169,7 @@ class Rules:
 
     @classmethod
     def of_event(cls, event: Mapping[str, Any]) -> Rules:
-        """Return the rules in a finals event; missing ones have earlier versions' values."""
+        """Return the rules in a finals event; those of earlier versions replace missing ones."""
         return cls(
             trials=event["trials"],
             indifference=event["indifference"],
@@ -212,7 +212,7 @@ class Finals:
         self._candidates = list(candidates)
         self._own_failures = self._pick_failures = 0
         self._pair: dict[Role, float] = {}  # runs of an incomplete pair
-        self._same_batch: float | None = None  # log gain over the preceding run of the user's own
+        self._same_batch: float | None = None  # log gain over the baseline's run just before
         self._same_batch_due = False
         self._continue()
 
@@ -313,7 +313,7 @@ class Finals:
             self.pairs.append((self._pair[Role.OWN], self._pair[Role.LEADER]))
             self._pair = {}
         decided = self._decided()
-        # The second pair ends with a run of the user's own, to which the gain refers.
+        # The second pair ends with a run of the baseline, to which this gain refers.
         is_due = self._same_batch_due and (decided or (len(self.pairs) == 2 and not self._pair))
         if is_due and not self.own_failed and self._room:
             self.turn, self._same_batch_due = Role.SAME_BATCH, False
@@ -326,7 +326,7 @@ class Finals:
         return self._rules.trials - self.used
 
     def _handle_failure(self, may_repeat: bool) -> None:
-        """Drop a pick that failed, unless it may run again or has pairs to judge by."""
+        """Drop a pick that failed, unless it may run again and has a pair or room for one."""
         self._pick_failures += 1
         may_repeat &= self._pick_failures < self._rules.most_failures
         if may_repeat and (self.pairs or self._room >= PAIR - len(self._pair)):
@@ -336,7 +336,7 @@ class Finals:
             self.pick = self._surely_better()
 
     def _surely_better(self) -> Contestant | None:
-        """Return the next candidate whose single run surely beats the user's own, or None."""
+        """Return the next candidate whose single run surely beats the baseline's, or None."""
 
         def least(candidate: Contestant) -> float:
             errors = candidate.standard_error, self.own.standard_error
@@ -349,7 +349,7 @@ class Finals:
         self.pick, self.pairs, self._pair, self._same_batch = None, [], {}, None
 
     def _decided(self) -> bool:
-        """Return whether to end: `own_failed`, or a clear result after a count in `_LOOKS`."""
+        """Return whether the finals end: `own_failed`, or a clear result at one of `_LOOKS`."""
         if self.own_failed:
             return True
         comparison, count = self.comparison, len(self.pairs)

@@ -20,10 +20,10 @@ _RESERVES = 3  # candidates that can replace a pick that fails or trains differe
 def begin(
     run: Run, reason: str, predicted: Callable[[Trial], float | None]
 ) -> dict[str, Any] | None:
-    """Return the event that begins the finals; None if no pair is worthwhile, or none can run.
+    """Return the event that begins the finals; None if no pair is worthwhile or possible.
 
     Args:
-        reason: why the search is over.
+        reason: why the search ended.
         predicted: `SearchPhase.predicted`.
     """
     plan, own = run.plan, run.baseline
@@ -56,7 +56,7 @@ def begin(
 
 
 def _one_of_each_strategy(run: Run, ranked: list[int]) -> list[int]:
-    """Return the leader and reserves: first the best of each strategy, in case one fails."""
+    """Return the leader and the reserves: first the best of each strategy, in case one fails."""
     first: dict[str, int] = {}
     for trial_id in ranked:
         first.setdefault(run.trials[trial_id].strategy, trial_id)
@@ -97,8 +97,8 @@ def _with_own_batch(
 ) -> tuple[dict[str, Any], BatchTriple, dict[str, Any]] | None:
     """Return the configuration to compare at the user's global batch size.
 
-    It is the best one that the search measured at that size; else the pick's settings, with
-    gradient accumulation if necessary. None if the pick has that size itself, if the result
+    It is the best one that the search measured at that size, or else the pick's settings with
+    gradient accumulation if necessary. Return None if the pick itself has that size, if the result
     would be the user's own configuration, or if no allowed micro batch divides the size.
     """
     plan, own = run.plan, run.plan.own_batch
@@ -127,10 +127,10 @@ def _with_own_batch(
 
 
 def contenders(run: Run) -> list[Trial]:
-    """Return the trials of the search that the finals may compare with the user's own.
+    """Return the trials of the search that the finals may compare with the baseline.
 
-    If the user's own is the best, only two kinds of trials remain: those whose interval includes a
-    worthwhile gain, and those that ran beside other trials although the user's own ran alone.
+    If the baseline is the best, only two kinds of trials remain: those whose interval includes a
+    worthwhile gain, and those that ran beside other trials although the baseline ran alone.
     """
     tried = [trial for trial in searched(run) if run.plan.admits(trial.batch)]
     if run.leader is not run.baseline:

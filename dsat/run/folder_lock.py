@@ -21,8 +21,8 @@ _TRY_FOR_S = 1.0  # retry, because `is_locked` holds a shared lock for microseco
 class FolderLock:
     """Lock of a folder against other dsat processes, from creation to `close`.
 
-    It creates the folder if necessary. The kernel holds the lock, on a file in the folder, so the
-    lock ends with its process.
+    The folder is created if necessary. The kernel holds the lock, on a file in the folder, and
+    releases it when this process ends.
 
     Raises:
         JournalLocked: another process works there; the message names it.
@@ -61,7 +61,7 @@ class FolderLock:
 
 
 def _lock(descriptor: int) -> None:
-    """Acquire the lock; raise BlockingIOError if another process holds it for `_TRY_FOR_S`."""
+    """Acquire the lock; raise BlockingIOError if it is not free within `_TRY_FOR_S`."""
     deadline_s = time.monotonic() + _TRY_FOR_S
     while True:
         try:

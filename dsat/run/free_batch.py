@@ -1,4 +1,4 @@
-"""Predicted gain of a larger global batch, for users whose own is one sample per device."""
+"""Predicted gain of a larger global batch, for users who train one sample per device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dsat.space.locate import Point
 from dsat.space.plan import Plan
 from dsat.values.zero_strategy import of_config
 
-_ENOUGH = 0.98  # fraction of the largest gain above which no larger micro batch is worth it
+_ENOUGH = 0.98  # a micro batch with this fraction of the largest gain suffices
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def leaves_nothing_to_trade(plan: Plan) -> bool:
 
 @one_thread()
 def predict(run: Run) -> FreeBatch | None:
-    """Predict the smallest micro batch that gains nearly the most; None if it is 1 or unknown."""
+    """Predict the smallest micro batch with nearly the largest gain; None if it is 1 or unknown."""
     own, objective = run.baseline, run.plan.objective
     if run.profile is None or own is None or objective.smaller_is_better or run.value(own) is None:
         return None

@@ -30,7 +30,7 @@ def read_run(path: Path) -> Run:
 
 
 def difference(run: Run, plan: Plan, info: Mapping[str, Any]) -> str | None:
-    """Return why a plan cannot use the measurements of an earlier run; None if it can."""
+    """Return why a plan cannot use an earlier run's measurements; None if it can."""
     was = _conditions(run.plan, plan, run.info)
     now = _conditions(plan, run.plan, info)
     for name in dict.fromkeys([*was, *now]):
@@ -69,8 +69,8 @@ class Measured:
 def reusable_trials(runs: Iterable[Run], plan: Plan, info: Mapping[str, Any]) -> list[Measured]:
     """Return trials of earlier runs that a plan can use, in order.
 
-    Finals are excluded, because most of them repeat other trials. So are failures other than
-    running out of device memory, which a new run tries again.
+    Finals are excluded, because most of them repeat other trials. Failures are excluded, because a
+    new run tries them again, except trials that ran out of device memory.
     """
     return [
         Measured(trial, outcome, run.neighbours.get(trial.id, 0))

@@ -18,15 +18,15 @@ from dsat.values.files import PRIVATE_FILE, sync_folder
 
 SCHEMA_VERSION = 1
 FILE_NAME = "journal.jsonl"
-ENGINE = "engine"  # key in the first line's info: the engine of the trials, if not this machine
+ENGINE = "engine"  # key in the first line's info: the trials' engine, unless they run here
 RUNS_FOLDER = Path("dsat_runs")
 
 
 class Journal:
-    """An open journal; `FolderLock` keeps other processes from its folder.
+    """An open journal; the caller's `FolderLock` must keep other processes away.
 
     Args:
-        path: the file; it is created if it is missing, but its folder must exist.
+        path: the file, which is created if it is missing; its folder must exist.
 
     Raises:
         JournalError: a complete line is damaged, or a newer dsat wrote the file.
@@ -77,9 +77,9 @@ class Journal:
 
 
 class MemoryJournal:
-    """A journal without a file, for callers that store its events themselves.
+    """A journal without a file, for callers that store the events themselves.
 
-    Appended events are converted to JSON and back, as in a file.
+    Appended events are converted to JSON and back, as if read from a file.
     """
 
     def __init__(self, events: Iterable[Mapping[str, Any]] = ()) -> None:

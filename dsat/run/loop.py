@@ -19,9 +19,9 @@ _POLL_S = 0.5
 
 
 class Observer(Protocol):
-    """Observer of a run: its trials, the start of its search, and every poll of the engine.
+    """Observer of a run, whose methods do nothing by default.
 
-    By default, the methods do nothing.
+    `began` is called when the search begins, and `waited` after each poll of the engine.
     """
 
     def started(self, run: Run, trial: Trial) -> None:
@@ -51,11 +51,11 @@ def drive(
 
     Args:
         max_slots: limit on the devices in use; None for all devices of the engine.
-        survey: simulates what memory predictions start from; required if the plan simulates memory.
+        survey: makes the basis of memory predictions; required if the plan simulates memory.
 
     Raises:
-        EngineError: the engine has too few devices for a trial, or reports a trial that it does not
-            run.
+        EngineError: the engine has too few devices for a trial, or returns anything but outcomes of
+            its trials.
     """
     run, per_trial = tuner.run, tuner.plan.slots_per_trial
     left_over = run.running

@@ -16,16 +16,16 @@ from dsat.values.parallelism import Parallelism
 from dsat.values.trial import BatchTriple, Trial, TrialKind
 from dsat.values.zero_strategy import NVME, Strategy, of_config
 
-# A line of a traceback with one of these parts is not from the user's code: installed packages,
-# Python's own modules, code without a file, and compiled kernels.
+# Parts of traceback lines that are not from the user's code: of installed packages, Python's own
+# modules, code without a file, and compiled kernels.
 _IN_LIBRARY = ("-packages/", "/deepspeed/", "/lib/python3.", '"<', "torchinductor_")
 
 
 class ProfilePhase:
     """The first trials: the user's own configuration and, if it fails, others until one runs.
 
-    First, the others differ in their micro batch only, which is the smallest; then also in their
-    strategy, then also in the number of devices that share a sample.
+    The others change first only the micro batch, to the smallest one; then also the strategy, and
+    then also the number of devices that share a sample.
 
     Attributes:
         profile: the model's profile; None before a trial ran.
@@ -38,7 +38,7 @@ class ProfilePhase:
         self._keeps_micro_batch = False  # in the search; see `strategies.keeps_micro_batch`
         self._plan, self._run = plan, run
         self._is_fallback = False
-        self._last_error: str | None = None  # of the last trial; None unless it was an ERROR
+        self._last_error: str | None = None  # message of the last trial; None unless an ERROR
         self._tried: set[int] = set()  # micro batches that failed in this strategy
         # Replacements for the user's strategy, which DeepSpeed refused or which did not fit.
         self._strategies: list[Strategy] = []
@@ -51,7 +51,7 @@ class ProfilePhase:
 
     @cached_property
     def _divisions(self) -> list[Parallelism]:
-        """The parallelisms, which are tried one by one if no fallback fits."""
+        """The parallelisms; the next is tried if no fallback fits with the first."""
         return strategies.divisions(self._plan)
 
     @property
@@ -104,7 +104,7 @@ class ProfilePhase:
             self._keeps_micro_batch = strategies.keeps_micro_batch(self._plan, outcome)
 
     def _may_fit_smaller(self, outcome: Outcome) -> bool:
-        """Return whether the smallest micro batch may run although the user's own failed."""
+        """Return whether the smallest micro batch may run although the user's one failed."""
         own = self._plan.own_batch
         if outcome.kind is OutcomeKind.INVALID:
             return outcome.smaller_may_run and own.micro_batch > self._smallest_micro_batch
@@ -152,8 +152,8 @@ class ProfilePhase:
     def _is_refused(self, outcome: Outcome) -> bool:
         """Return whether DeepSpeed itself raised the error, and the user's stage is 0.
 
-        Stage 0 forbids some calls that other stages allow, such as `loss.backward()` instead of the
-        engine's.
+        Stage 0 forbids some calls that other stages allow, such as `loss.backward()` instead of
+        `engine.backward(loss)`.
         """
         in_deepspeed = "/deepspeed/" in _last_frame(outcome.detail)
         return of_config(self._plan.base_config).stage == 0 and in_deepspeed
@@ -172,7 +172,7 @@ class ProfilePhase:
 
 
 def name_of_trial(trial: Trial) -> str:
-    """Return the name of one of the first trials in messages."""
+    """Return how messages call one of the first trials."""
     own = trial.kind is TrialKind.BASELINE
     return "your own configuration" if own else "the profile trial"
 
@@ -180,15 +180,15 @@ def name_of_trial(trial: Trial) -> str:
 def _is_of_script(trial: Trial, outcome: Outcome) -> bool:
     """Return whether the script failed for a reason other than the configuration.
 
-    That is so if it failed before it had an engine, or if its own code raised an error after whole
-    optimizer steps with the user's own configuration.
+    This is so if the script failed before `deepspeed.initialize`, or if its own code raised the
+    error after whole optimizer steps with the user's own configuration.
     """
     if outcome.before_engine:
         return True
     frame = _last_frame(outcome.detail)
     has_trained = trial.kind is TrialKind.BASELINE and outcome.completed_steps > 0
     in_library = any(part in frame for part in _IN_LIBRARY)
-    # CUDA reports an error of a kernel later, where the script waits for the device.
+    # CUDA reports a kernel's error only where the script later waits for the device.
     of_device = "CUDA error" in outcome.message
     return has_trained and bool(frame) and not (in_library or of_device)
 

@@ -20,22 +20,22 @@ from dsat.values import hazards
 from dsat.values.outcome import ModelProfile, Outcome
 from dsat.values.trial import Trial, TrialKind
 
-TIMES_THE_OWN = 20.0  # a trial may always measure for the duration of this many of the user's steps
+TIMES_THE_OWN = 20.0  # a trial may always measure for the time of this many steps of the baseline
 
 
 class Run:
     """State of a run, computed by applying the events of its journal in order.
 
     Attributes:
-        has_begun: whether there was a first event; `plan` does not exist before.
+        has_begun: whether a first event was applied; `plan` does not exist before.
         info: name, versions and machine, from the journal's first line.
         earlier: ids of trials that are reused from earlier runs in the folder.
         repeat: second trial of the user's own configuration, in a run without finals.
-        leader: best trial before the finals whose batch sizes the plan admits; may be the user's.
+        leader: best trial before the finals whose batch sizes the plan admits; maybe the baseline.
         finals: finals after the search; None before, without finals, or once the search resumed.
         batch_flag: the script's flags for its micro batch and its accumulation.
         repeated: by id of a final or repeat, the id of the trial that it runs again.
-        profiled: outcome of the latest trial that was to profile the model; it may have failed.
+        profiled: outcome of the latest trial that tried to profile the model.
         disqualified: by trial id, why a configuration of the finals is excluded although it ran.
         same_batch_final: final at the user's global batch; None without one.
         search_ended: why the search ended; None before the finals began.
@@ -91,7 +91,7 @@ class Run:
         events.replay(lines, apply, name)
 
     def apply(self, event: Mapping[str, Any]) -> None:
-        """Apply one event; of an event of an unknown kind, only the duration counts."""
+        """Apply one event; if its kind is unknown, only its duration counts."""
         kind = event["event"]
         self.paused = kind == events.EVENT_PAUSED
         self.running_s += event.get("elapsed_s", 0.0)
@@ -138,7 +138,7 @@ class Run:
             self.stop_reason = None
         elif kind == events.EVENT_STOPPED:
             self.stop_reason = event["reason"]
-        self.__dict__.pop("best", None)  # a view asks for it fifty times
+        self.__dict__.pop("best", None)  # cached, as a view reads it fifty times
 
     def _finish(self, trial_id: int, outcome: Outcome, at_s: float | None = None) -> None:
         self.outcomes[trial_id] = outcome
@@ -212,7 +212,7 @@ class Run:
     def changes(self, trial: Trial) -> dict[str, tuple[Any, Any]]:
         """Return settings and switches that differ from the user's own, except batch sizes.
 
-        Each dotted path maps to the user's value and the trial's; None is a value that is not set.
+        Each dotted path maps to the user's value and the trial's value; None if it is not set.
         """
         key = trial.id, self.profiled is not None  # the profile lists the script's switches
         if key not in self._changes:
@@ -231,7 +231,7 @@ class Run:
         """Trial of the recommended configuration; None if no admitted trial ran.
 
         After the finals, it is their winner. Before, it is the best trial that surely beats the
-        user's own; without one, or if the pairs so far show no gain, it is the user's own.
+        baseline. Without such a trial, or if the pairs so far show no gain, it is the baseline.
         """
         finals, own = self.finals, self.baseline
         if finals is None or not finals.over:
@@ -249,18 +249,18 @@ class Run:
 
     @property
     def _surely_best(self) -> Trial | None:
-        """Best trial that surely beats the user's own by enough, or cannot be compared with it."""
+        """Best trial that surely beats the baseline by enough, or cannot be compared with it."""
         admitted = [trial for trial in searched(self) if self.plan.admits(trial.batch)]
         eligible = [trial for trial in admitted if trial.id not in self.disqualified]
         ranked = sorted(eligible, key=lambda t: self.plan.objective.loss(self.value(t) or 0.0))
         return next((trial for trial in ranked if _surely_beats(self, trial)), None)
 
     def gain_of(self, trial: Trial | None) -> Gain | None:
-        """Return the gain of a measured trial over the user's own, from single runs of both.
+        """Return the gain of a measured trial over the baseline, from single runs of both.
 
         Returns:
-            None if either is missing, if they are the same, or if the plan does not admit the batch
-            sizes of the user's own.
+            None if either was not measured, if they are the same trial, or if the plan does not
+            admit the baseline's batch sizes.
         """
         own = self.baseline
         if own is None or trial is None or trial is own or self.value(own) is None:
@@ -299,9 +299,9 @@ class Run:
     def longest_s(self, kind: TrialKind) -> float | None:
         """Return the time limit of a trial's measurement in seconds; None for no limit.
 
-        It is `Plan.longest_s` or the time of 20 steps of the user's own configuration, whichever is
-        longer; if that did not run, 20 of the fastest steps. If finals follow, the search's trials
-        get half, which saves a third if steps are long and noisy (`benchmarks/native.py`).
+        It is `Plan.longest_s`, or the time of 20 steps of the baseline if that is longer. If the
+        baseline did not run, the fastest trial's steps count. If finals follow, trials of the
+        search get half, which saves a third if steps are long and noisy (`benchmarks/native.py`).
         """
         longest_s, own = self.plan.longest_s, self.baseline and self.outcomes.get(self.baseline.id)
         if longest_s is None:
@@ -327,7 +327,7 @@ class Run:
 
 
 def _surely_beats(run: Run, trial: Trial) -> bool:
-    """Return whether single runs show a sure and sufficient gain, or none can be computed."""
+    """Return whether single runs show a sure and sufficient gain, or no gain can be computed."""
     found, own = run.gain_of(trial), run.plan.own_batch
     is_larger = trial.batch.train_batch_size > own.train_batch_size
     least = 1 + run.plan.indifference if is_larger else 1.0
@@ -347,7 +347,7 @@ def _variation_of_repeat(run: Run) -> Variation | None:
 
 
 def check_of(run: Run) -> TrainingCheck:
-    """Return the comparison of trials with the user's own configuration, which has ended."""
+    """Return the check that trials train like the baseline, which must have ended."""
     assert run.baseline is not None
     trials, outcomes, version = run.trials, run.outcomes, run.deepspeed_version
     return TrainingCheck(
@@ -364,8 +364,8 @@ def searched(run: Run) -> list[Trial]:
 def final_value(run: Run, trial: Trial) -> float | None:
     """Return the mean value of a trial in the finals' pairs, or else the value of its first run.
 
-    Values of the best configuration and of the user's own can be compared: unless both are in the
-    pairs, both are first runs.
+    The mean is used only if the best configuration is in the pairs, so that the values of the best
+    and of the user's own configuration can be compared.
     """
     finals, best = run.finals, run.best
     if finals is None or best is None or finals.mean_log_value(best.id) is None:
@@ -375,9 +375,9 @@ def final_value(run: Run, trial: Trial) -> float | None:
 
 
 def typical_outcome(run: Run, trial: Trial) -> Outcome | None:
-    """Return the outcome of a trial's median re-run in the finals; without a pair, its own.
+    """Return the outcome of a trial's median re-run in the finals; without a pair, of the trial.
 
-    Once a search resumes after finals, those re-runs are ignored.
+    Once the search resumes after finals, their re-runs are ignored.
     """
     has_pairs = run.finals is not None and run.finals.pairs
     again = [run.trials[i] for i, repeated in run.repeated.items() if repeated == trial.id]

@@ -2,17 +2,17 @@
 
 Bucket sizes, overlapped communication, ZeRO stages, offloading, and accumulation at the same global
 batch change where numbers are stored and in which order they are added, not what is computed. So
-losses may differ only by rounding. The limit is `_ROUNDING`, or `_TIMES_OWN` times the difference
-between runs of the user's own configuration if that is more.
+losses may differ only by rounding. They may differ by `_ROUNDING`, or if that is more, by
+`_TIMES_OWN` times the difference between runs of the user's own configuration.
 
-`_ROUNDING` follows the precision of the formats and is not derived. It was checked with trainings
+`_ROUNDING` was chosen by the precision of each format, not derived. It was checked with trainings
 of a small language model, 22 steps of Adam on a CPU (DeepSpeed 0.19.8). In fp32, stages 0 to 3,
 buckets and accumulation changed losses by at most 1.2e-7, and a dropped gradient of a bias by 2e-4,
-at a learning rate of 1e-3. In bf16, accumulation changed them by 3e-4, stage 0 by 1.3e-2, and a
-race in a bucket, which is not detected, by 2e-2.
+at a learning rate of 1e-3. In bf16, accumulation changed them by 3e-4 and stage 0 by 1.3e-2. A race
+in a bucket changed them by 2e-2, which is not detected.
 
 Wrong gradients change losses late, or little. So the gradient norms of the first step are compared
-too: for tiny models, they differed by 1e-3 at most in bf16, over all stages, offloading and
+too. In bf16, those of tiny models differed by at most 1e-3 between stages, with offloading and with
 accumulation (`testing/gradients.py`, DeepSpeed 0.19.8).
 """
 
@@ -34,10 +34,10 @@ _ROUNDING = {"fp32": (1e-5, 1e-5), "fp16": (2e-3, 1e-3), "bf16": (5e-3, 2e-3)}
 # Allowed relative differences of gradient norms in the first step; a lost micro batch exceeds them.
 _ROUNDING_OF_NORMS = {"fp32": 5e-3, "fp16": 2e-2, "bf16": 1e-1}
 # A loss that is zero, negative or below the fraction `_CANCELS_BELOW` of the usual loss is a
-# difference of larger terms (policy gradients, advantages of mean 0), and has their rounding
-# errors. Assume that these terms are at least `_TERMS`.
+# difference of larger terms (policy gradients, advantages of mean 0), and has the rounding errors
+# of these terms. They are assumed to be at least `_TERMS`.
 _CANCELS_BELOW, _TERMS = 1e-3, 1.0
-_TIMES_OWN = 4.0  # factor by which others may differ more than runs of the user's own
+_TIMES_OWN = 4.0  # allowed difference, as a multiple of that between runs of the user's own
 _OTHER_START = (
     "The reason may be different data, weights or random numbers (dropout draws new ones for "
     "another micro batch), or a loss that depends on the micro batch (in-batch negatives, batch "
@@ -79,8 +79,8 @@ def compare(
     Args:
         own: curves of the user's own configuration, in any order; at least two are needed.
         other: curve of another configuration, with the same seed and data.
-        precision: number format of the configuration, one of `PRECISIONS`; a coarser one that was
-            recorded in training replaces it.
+        precision: number format of the configuration, one of `PRECISIONS`; if a curve recorded a
+            coarser format, that one counts.
         same_batch: whether both have the same global batch size.
     """
     if not same_batch:
@@ -154,7 +154,7 @@ def _gradient_difference(
 def precision_of(config: Mapping[str, Any]) -> str:
     """Return the number format of a DeepSpeed configuration: bf16, fp16 or fp32.
 
-    It is fp32 if the script decides ("auto"); trainings record the format that they used.
+    If the script decides ("auto"), return fp32; the curves record the format in use.
     """
     model, _ = ds_config.data_types(config)
     if model in ("bf16", "fp16"):
@@ -168,8 +168,7 @@ def precision_of(config: Mapping[str, Any]) -> str:
 def suspects(changes: Mapping[str, Any], of_same: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the changes that may explain different losses.
 
-    These are the changes that no configuration in `of_same` has. If there are none, all changes may
-    explain them.
+    These are the changes that no configuration in `of_same` has, or else all changes.
 
     Args:
         changes: changes of the configuration that trains differently, by setting.
@@ -188,7 +187,7 @@ def _unknown(reason: str) -> Finding:
 
 
 def _losses(curve: TrainingCurve) -> dict[int, float]:
-    """Return losses by step, before the first that is missing, not finite or skipped by fp16."""
+    """Return losses by step, until one is missing, not finite, or of a step that fp16 skipped."""
     found: dict[int, float] = {}
     for step, loss in zip(curve.steps, curve.losses, strict=True):
         if loss is None or not math.isfinite(loss) or step in curve.skipped:
@@ -198,7 +197,7 @@ def _losses(curve: TrainingCurve) -> dict[int, float]:
 
 
 def _least_scale(curves: Sequence[Mapping[int, float]]) -> float:
-    """Return the least denominator of differences; 0 unless losses cancel (`_CANCELS_BELOW`)."""
+    """Return the least denominator of relative differences; 0 unless terms of a loss cancel."""
     losses = [loss for curve in curves for loss in curve.values()]
     usual = statistics.median(map(abs, losses))
     return max(usual, _TERMS) if min(losses) <= _CANCELS_BELOW * usual else 0.0

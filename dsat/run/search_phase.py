@@ -32,7 +32,7 @@ _MOST_REPEATED = 1000  # consecutive proposals of known configurations that end 
 
 
 class SearchPhase:
-    """The phase of the search: decides on its next trial.
+    """The search of a run, which decides on the next trial.
 
     Everything is computed from the run, so a search can continue wherever its journal is read.
     `forecast` is None if memory is not predicted, or if nothing was predicted to fit.
@@ -49,7 +49,7 @@ class SearchPhase:
         self._learned = 0
         self._update_predictions()
         if self.forecast is not None and not self._anything_fits(self.forecast):
-            self.forecast = None  # that is wrong, because the model ran
+            self.forecast = None  # the predictions are wrong, because the model ran
         problem = Problem(run.profile, plan.objective, space, plan.seed, ramp=plan.ramp)
         self._search = SEARCHES[plan.method](problem, **plan.search_options)
         self._context = Context(self.forecast, self._costs)
@@ -89,10 +89,10 @@ class SearchPhase:
         return Stop(f"the search proposed known configurations {_MOST_REPEATED} times in a row")
 
     def _checked(self, answer: Any) -> Proposal | Wait | Stop:
-        """Return the answer of a registered search as a journal has it.
+        """Return the answer of a search as it would be read from a journal.
 
         Raises:
-            UserInputError: it is invalid.
+            UserInputError: the answer is invalid.
         """
         try:
             if not isinstance(answer, (Proposal, Wait, Stop)):
@@ -102,13 +102,13 @@ class SearchPhase:
                 self._check_point(plain.point)
         except ValueError as error:
             raise UserInputError(
-                f"`{type(self._search).__name__}.propose` answered {answer!r}: {error}",
+                f"`{type(self._search).__name__}.propose` returned {answer!r}: {error}",
                 where=f"search {self._plan.method!r}",
             ) from None
         return plain
 
     def _check_point(self, point: Point) -> None:
-        """Raise ValueError if a point is outside of the space."""
+        """Raise ValueError if a point is outside the space."""
         branches = self._space.branches
         if point.branch not in range(len(branches)):
             raise ValueError("the space has no such branch")
@@ -121,7 +121,7 @@ class SearchPhase:
     def _trial(
         self, settings: Mapping[str, Any], micro_batch: int, proposal: Proposal
     ) -> Trial | None:
-        """Return a new trial; None if an equal one exists, which is recorded as the answer."""
+        """Return a new trial; if an equal one exists, record it for the search and return None."""
         batch = self._space.batch(micro_batch, settings)
         overrides, script_args = overrides_for(settings, batch), self._space.script_args(settings)
         known = self._equal_trial(overrides, script_args)
@@ -187,7 +187,7 @@ class _Observations:
         self.equal: list[tuple[Proposal, int]] = []  # proposals, and ids of equal trials
 
     def list_all(self) -> list[Observation]:
-        """Return observations: trials by their start, then proposals that equal a trial."""
+        """Return the trials in the order of their start, then the proposals that equal a trial."""
         run = self._run
         trials = [t for t in run.trials.values() if t.kind in _OBSERVED]
         trials = [trial for trial in trials if not run.batch_flag.supersedes(trial)]
@@ -231,11 +231,12 @@ class _Observations:
 
 
 def _blame_micro_batches(observations: list[Observation]) -> list[Observation]:
-    """Mark errors that larger micro batches cause, so that searches try smaller ones.
+    """Mark errors that large micro batches cause, so that searches try smaller ones.
 
-    An error counts as caused by the micro batch if no micro batch as large ever ran, but the same
-    settings ran with a smaller one. Other settings' errors with the same message, except numbers,
-    count too. Two such errors exclude larger micro batches for all settings; one may be chance.
+    The micro batch counts as the cause if no micro batch as large ran with any settings, but a
+    smaller one ran with the same settings. Errors of other settings with the same message, except
+    for numbers, have the same cause. Two such errors limit the micro batches of all settings,
+    because a single one may be chance.
     """
     ran = [each for each in observations if each.outcome is not None and each.outcome.ok]
     largest = max((each.batch.micro_batch for each in ran), default=0)

@@ -1,7 +1,7 @@
 """Strategies to search, and those to try in turn if the user's own does not fit.
 
-Each strategy to try is predicted to need less device memory than all before it, except with NVMe.
-A higher stage that needs as much as a lower one is left out, because it communicates more.
+Each strategy to try is predicted to need less device memory than all earlier ones, except with
+NVMe. A higher stage that needs no less than a lower one is left out, as it communicates more.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _SOME_MODEL = ModelFacts(
 
 
 def searched(plan: Plan) -> tuple[Strategy, ...]:
-    """Return the strategies to search if the user's own fits.
+    """Return the strategies to search if the user's own strategy fits.
 
-    Offloading stays as the user configured it, unless `--search` includes it. If a model fits
-    without offloading, offloading only costs time.
+    Offloading stays as the user configured it, unless `--search` includes it: if the model fits
+    without it, offloading only costs time.
     """
     strategies = [of_config(plan.base_config, stage) for stage in plan.searched_stages]
     if any(section in plan.tune for section in SECTIONS):
@@ -47,7 +47,7 @@ def searched(plan: Plan) -> tuple[Strategy, ...]:
 
 
 def fallbacks(plan: Plan) -> tuple[Strategy, ...]:
-    """Return the strategies to try in turn if the user's own does not fit."""
+    """Return the strategies to try in turn if the user's own strategy does not fit."""
     least = _needed_bytes(plan, of_config(plan.base_config))
     found = []
     for strategy in USUAL_ORDER:
@@ -115,9 +115,9 @@ def make_space(
 
 
 def keeps_micro_batch(plan: Plan, outcome: Outcome) -> bool:
-    """Return whether the search keeps the micro batch, because the loss compares samples.
+    """Return whether the search keeps the user's micro batch, because the loss compares samples.
 
-    That requires that the global batch size is kept too, and that the user listed no micro batches.
+    It does so only if it also keeps the global batch size, and the user listed no micro batches.
     """
     is_kept = plan.train_batch_size == plan.own_batch.train_batch_size and not plan.micro_batches
     is_kept = is_kept and plan.own_batch.micro_batch in plan.allowed_micro_batches
@@ -155,7 +155,7 @@ def _offloads_as_asked(plan: Plan, strategy: Strategy) -> bool:
 
 
 def _needed_bytes(plan: Plan, strategy: Strategy) -> tuple[int, int]:
-    """Return the predicted peak bytes of `_SOME_MODEL`: overall, and without initialization."""
+    """Return the predicted peaks of `_SOME_MODEL` in bytes: of all phases, and without `init`."""
     config = plan.config(profile_overrides(plan, strategy, micro_batch=1))
     is_auto = ds_config.data_types(config)[0] is None
     facts = replace(_SOME_MODEL, param_bytes=2 if is_auto else 4)

@@ -27,7 +27,7 @@ def training_of(plan: Plan, trial: Trial) -> hazards.Training:
 
 
 def _tokens_per_sample(outcome: Outcome) -> float:
-    """Return tokens per counted or assumed sample; 0 if tokens were not counted."""
+    """Return tokens per (counted or assumed) sample; 0 if tokens were not counted."""
     metrics = outcome.metrics
     if metrics is None or metrics.throughput <= 0:
         return 0.0
@@ -81,11 +81,11 @@ class TrainingCheck:
     def find_excluded(self, pick: Trial, same_batch: Trial | None) -> dict[int, str]:
         """Return which trials the finals exclude, as reasons by trial id.
 
-        Losses of another global batch cannot be compared, so a pick is also excluded if its
+        Losses at different global batches cannot be compared. So a pick is also excluded if its
         strategy trains differently at the user's global batch.
 
         Args:
-            same_batch: the run at the user's global batch; None before it, or without one.
+            same_batch: the final at the user's global batch; None if it has not run.
         """
         reason = self.disqualification(pick)
         if reason is not None:
@@ -115,7 +115,7 @@ class TrainingCheck:
         return f"{reason}. Possible cause: {said}"
 
     def _compare_uncounted(self, pick: Trial) -> str | None:
-        """Return why a pick's throughput cannot be compared with the user's own; None if it can.
+        """Return why a pick's throughput cannot be compared with the baseline's; None if it can.
 
         If samples were not counted, throughput assumes micro batches of the configured size. If the
         data loader forms batches of another size (by tokens, say), a larger configured micro batch
@@ -133,7 +133,7 @@ class TrainingCheck:
         )
 
     def _likely_wrong(self, pick: Trial) -> str:
-        """Describe which trial likely has wrong gradients, by known faults or by other trials."""
+        """Describe which of the two is likely wrong, from known faults or from other trials."""
         version, pair = self.version, {_OWN: self.own, "this configuration": pick}
         by_fault = {
             name: found[0].describe(version or "")

@@ -16,8 +16,8 @@ from dsat.values.trial import FEWEST_MAY_TAKE, BatchTriple, Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, of_config
 
 _MOST_KEPT = 64  # latest trials whose durations the predictions use
-# Time limits of one trial (`_LONGEST`), because the finals repeat it a few times, and of the whole
-# search (`_SEARCH`): multiples of the duration of the user's own trial, but at least these seconds.
+# Time limits of one trial (`_LONGEST`), which the finals may repeat a few times, and of the whole
+# search (`_SEARCH`). They are multiples of the baseline's duration, but at least these seconds.
 _LONGEST, _LONGEST_S = 5.0, 20.0
 TOO_LONG_S = 60.0  # no trial starts if its fewest steps exceed both this and `Run.longest_s`
 _SEARCH, _SEARCH_S = 15.0, 60.0
@@ -26,8 +26,8 @@ _SEARCH, _SEARCH_S = 15.0, 60.0
 class TrialCosts:
     """Predictions of how long trials take, and of which take too long.
 
-    A trial takes the time of its warm-up steps and its measured steps, and a constant time to start
-    the script and build the engine.
+    A trial takes a constant time to start the script and build the engine, and the time of the
+    warm-up steps and of the measured steps.
     """
 
     def __init__(self, plan: Plan, run: Run) -> None:
@@ -56,8 +56,8 @@ class TrialCosts:
     def _cost_s(self, strategy: Strategy, trial: Trial, outcome: Outcome) -> float:
         """Return a trial's share of the search's time, which simultaneous trials divide.
 
-        A failure costs no more than its predicted time, if known. It may have hung until its time
-        limit, and later trials may not.
+        A failure costs at most its predicted time, if known: it may have hung until its time limit,
+        which later trials need not do.
         """
         duration_s = outcome.duration_s
         if outcome.metrics is None and self._steps:
@@ -65,13 +65,13 @@ class TrialCosts:
         return duration_s / (1 + self._run.neighbours.get(trial.id, 0))
 
     def trial_s(self, step_s: Any) -> Any:
-        """Return the seconds of a whole trial from the seconds of its step (numbers or arrays)."""
+        """Return the seconds of a whole trial, given the seconds of an optimizer step."""
         if not self._steps:
             return (self._warm_up_steps + self._least_steps) * step_s
         return statistics.median(self._besides_s) + self._steps_of(step_s) * step_s
 
     def _steps_of(self, step_s: Any) -> Any:
-        """Return the number of steps in a whole trial; slow steps mean fewer measured steps."""
+        """Return the number of steps of a trial; if steps are slow, fewer are measured."""
         longest_s = self._run.longest_s(TrialKind.SEARCH)
         usual = statistics.median(self._steps) - self._warm_up_steps
         if longest_s is None:
@@ -98,15 +98,15 @@ class TrialCosts:
 
     @property
     def _own_s(self) -> float:
-        """Seconds of the user's own trial; infinite if it did not run."""
+        """Duration of the baseline in seconds; infinite if it did not run."""
         own = self._run.baseline and self._run.outcomes.get(self._run.baseline.id)
         return own.duration_s if own and own.ok else math.inf
 
     def step_s(self, strategy: Strategy, batch: BatchTriple) -> float:
         """Return a low estimate of the seconds of a step; 0 if the strategy was not measured.
 
-        A larger micro batch takes longer, but less time per sample until the device is busy. Beyond
-        the largest measured micro batch, time grows as it did between the largest two.
+        A smaller micro batch than a measured one takes at least as long per sample. Beyond the
+        largest measured micro batch, time grows as it did between the two largest.
         """
         known = sorted(self._micro_steps[strategy].items())
         if not known:

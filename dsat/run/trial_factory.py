@@ -1,4 +1,4 @@
-"""Making of trials."""
+"""Creation of a run's trials."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def make_trial(
 
 
 def _own_steps(run: Run) -> StepFacts | None:
-    """Return configured and actual accumulation of the user's own trial; None if unknown."""
+    """Return the configured and the actual accumulation of the baseline; None if unknown."""
     outcome = None if run.baseline is None else run.outcomes.get(run.baseline.id)
     curve = None if outcome is None else outcome.training
     facts = None if curve is None else curve.facts

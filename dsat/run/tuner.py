@@ -1,7 +1,7 @@
 """The tuner: every decision and every outcome passes through the journal.
 
-The journal is the only I/O here, so the same class serves an engine that is polled and a cluster
-that sends events.
+The journal is the only I/O here. So the same class works with an engine, which is polled, and with
+a cluster, which sends events.
 """
 
 from __future__ import annotations
@@ -28,20 +28,19 @@ from dsat.values.trial import Trial
 class Tuner:
     """Tuner of a run: decides on the user's own configuration, the search and the finals.
 
-    Every decision is appended to the journal before it is returned, and every outcome before it
-    affects a decision.
+    A decision is returned, and an outcome affects decisions, only after it is in the journal.
 
     Args:
         plan: what to tune. It must agree with the plan in the journal; see `Plan.difference`.
-        journal: continued if it has events of an earlier tuner.
+        journal: the journal; if it has events, their run is continued.
         info: names, versions and machine, for the first line of a new journal.
-        earlier: trials of earlier runs to use again.
+        earlier: trials of earlier runs whose measurements may be reused.
         clock: monotonic clock in seconds, for displayed durations only.
         last_event_s: time of the last event, or of the command's start, by `clock`; by default the
             present time.
 
     Raises:
-        JournalMismatch: the plan in the journal is another one.
+        JournalMismatch: the plan in the journal is different.
         JournalError: an event is damaged, or contradicts earlier ones.
     """
 
@@ -71,7 +70,7 @@ class Tuner:
             return
         own = {name: getattr(self.run.plan, name) for name in journaled.OF_A_BUDGET}
         wanted = {name: getattr(plan, name) for name in journaled.OF_A_BUDGET}
-        # If it is used up, nothing begins: such a command trains with what was found.
+        # If the new budget is used up, no trial follows: such a command trains with the result.
         is_used = self.run.best is not None and len(self.run.outcomes) >= plan.max_trials
         if own != wanted and not is_used:
             self._append({"event": journaled.EVENT_BUDGET, **wanted})
@@ -124,7 +123,7 @@ class Tuner:
             self._append({**event, "outcome": outcome})
 
     def set_memory_basis(self, basis: Basis) -> None:
-        """Record what predicts memory (simulations, or a profile); the search waits for it."""
+        """Record the basis of memory predictions, for which the search waits."""
         assert self.decisions.needs_memory_basis
         self._append({"event": journaled.EVENT_MEMORY_BASIS, "basis": basis})
 
@@ -152,8 +151,8 @@ class Tuner:
 def difference_to(plan: Plan, earlier: Plan) -> str | None:
     """Return the first difference between a plan and an earlier run's plan, or None.
 
-    If the earlier run did not record an option of the search, its default is assumed. Defaults of
-    DeepSpeed that only one of the plans records are not compared.
+    If the earlier run did not record an option of the search, the option's default is assumed.
+    Defaults of DeepSpeed that only one of the plans records are not compared.
     """
     options = {**usual_options(earlier.method), **earlier.search_options}
     defaults = {path: plan.defaults.get(path, was) for path, was in earlier.defaults.items()}
@@ -162,7 +161,7 @@ def difference_to(plan: Plan, earlier: Plan) -> str | None:
 
 
 def _continued(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
-    """Return a journal's plan, with the budget, finals and faulty stages of the new plan.
+    """Return the plan in a journal, with the budget, finals and faulty stages of the new plan.
 
     Raises:
         JournalMismatch: the plans differ in another field; see `Plan.difference`.

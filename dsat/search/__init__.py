@@ -28,7 +28,7 @@ _SET_BY_RUNS = {"self", "problem"}
 def options_of(method: str) -> Mapping[str, Option]:
     """Return a search's options, keyed by the constructor parameter that each one sets.
 
-    Empty for an unknown search. A subclass does not inherit options, because its constructor may
+    An unknown search has none. Subclasses do not inherit options, because their constructors may
     differ.
     """
     found: Mapping[str, Option] = vars(SEARCHES.get(method, Search)).get("options", {})
@@ -41,7 +41,7 @@ def usual_options(method: str) -> dict[str, Any]:
 
 
 def parameters_of(method: str) -> set[str]:
-    """Return a search's constructor parameters that users can set, base classes' included."""
+    """Return the names of a search's constructor parameters, inherited ones too, for users."""
     found: set[str] = set()
     unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for each in SEARCHES.get(method, Search).__mro__[:-1]:

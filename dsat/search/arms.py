@@ -33,13 +33,13 @@ from dsat.values.outcome import OutcomeKind
 
 _ERRORS = (OutcomeKind.ERROR, OutcomeKind.INVALID, OutcomeKind.DIVERGED)
 _DRAWS = 4096  # most settings that one decision draws to find some that fit
-_STEP_UP = 4  # largest ratio of the next micro batch to the largest that ran
+_STEP_UP = 4  # most that the next micro batch may exceed the largest that ran, as a factor
 _MOST_ERRORS = 4  # settings that may fail in a branch where nothing ran, before it is abandoned
 _ABANDONED = (
     f"every configuration was tried, except in strategies where {_MOST_ERRORS} failed and none ran"
 )
 _WORTH_DOUBLING = math.log(1.05)  # least log growth of the rate per doubling of the micro batch
-_BEYOND = 4  # times the micro batch where growth ended is allowed: slow growth adds up
+_BEYOND = 4  # allowed multiple of the micro batch where growth ended, because slow growth adds up
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Arm:
     Attributes:
         branch, index: the settings, as in `Point`.
         sizes: allowed micro batches, ascending; `lo` and `hi` are positions in them.
-        hi, lo: the open range, both ends included; empty if `lo > hi`.
+        hi, lo: highest and lowest position of the open range, which is empty if `lo > hi`.
         number: position among the arms that the search began; None until it begins this one.
         best, best_size: best value of the objective, and its micro batch; None and 0 if none ran.
         latest: position of the search's latest trial of this arm among all observations.
@@ -85,9 +85,9 @@ class Arm:
     def observe(self, observation: Observation, objective: Objective) -> None:
         """Narrow the open range by the outcome of a trial with these settings.
 
-        A success raises the lower end, because larger micro batches should be as fast or faster.
-        Running out of memory or data lowers the upper end. In trials that the search proposed, the
-        first timeout lowers it too; a second timeout or any other failure closes the arm.
+        A success raises the lower end, because larger micro batches should be at least as fast.
+        Running out of memory or data lowers the upper end. If the search proposed the trial, the
+        first timeout lowers the upper end too; a second one or any other failure closes the arm.
         """
         size, outcome = observation.batch.micro_batch, observation.outcome
         is_ours = observation.arm is not None
@@ -108,11 +108,11 @@ class Arm:
             self.hi = -1
 
     def limit(self, micro_batch: float) -> None:
-        """Exclude micro batches above a size."""
+        """Exclude micro batches larger than this one."""
         self.hi = min(self.hi, bisect.bisect_right(self.sizes, micro_batch) - 1)
 
     def propose(self, position: int, **note: int) -> Proposal:
-        """Propose the micro batch at a position of `sizes`; for `note` see `Proposal`."""
+        """Propose the micro batch at a position in `sizes`; for `note` see `Proposal`."""
         return Proposal(Point(self.branch, self.index, self.sizes[position]), self.number, note)
 
 
@@ -152,13 +152,13 @@ class Arms:
 
     Args:
         observations: all trials, in the order in which they began.
-        range_factor: how far arms reach, as a multiple of the micro batch that should just fit.
+        range_factor: upper end of arms, as a multiple of the largest micro batch that should fit.
         sizes: micro batches to try; by default all that the space allows.
 
     Attributes:
         begun: the arms that the search began, by number.
-        known: arms by branch and index: those that began, those of trials that the search did not
-            propose, and those that this decision considered.
+        known: all arms of this decision by branch and index, also those that the search did not
+            begin.
         rng: random generator for this decision.
     """
 
@@ -183,7 +183,7 @@ class Arms:
         outcomes = [each.outcome for each in observations if each.outcome is not None]
         limits = [each.most_samples for each in outcomes if each.most_samples is not None]
         self._most_samples: float = min(limits, default=math.inf)
-        self._too_large = [math.inf for _ in self.branches]  # smallest that time or errors exclude
+        self._too_large = [math.inf for _ in self.branches]  # smallest sizes that failures exclude
         self._largest = math.inf  # largest micro batch that ran, while throughput still grows
         if problem.ramp:
             self._limit_growth(observations)
@@ -192,10 +192,10 @@ class Arms:
                 self._observe(position, each.point, each)
 
     def _limit_growth(self, observations: Sequence[Observation]) -> None:
-        """Limit micro batches by other criteria than memory, which hardly limits small models.
+        """Limit micro batches also by speed and failures, since memory hardly limits small models.
 
         A million samples may fit where a hundred keep the device busy. So micro batches grow in
-        steps from those that ran, remain below timeouts, and end where throughput stops growing.
+        steps from those that ran, stay below timeouts, and end where throughput stops growing.
         """
         ran: defaultdict[tuple[int, int], dict[int, tuple[float, float]]] = defaultdict(dict)
         objective = self.problem.objective
@@ -214,7 +214,7 @@ class Arms:
                 for branch in range(len(self.branches)):
                     too_large[branch].append(size)
         for branch, sizes in too_large.items():
-            # A failure below a micro batch that ran in this branch has another cause than its size.
+            # If a larger micro batch ran in this branch, the size did not cause the failure.
             most = max((max(ran[key]) for key in ran if key[0] == branch), default=0)
             self._too_large[branch] = min((s for s in sizes if s > most), default=math.inf)
         self._largest = max((size for sizes in ran.values() for size in sizes), default=math.inf)
@@ -263,9 +263,9 @@ class Arms:
     def pick(self, arm: Arm, choose: Callable[[], int]) -> int | None:
         """Return an open position that `allows` accepts; None if there is none.
 
-        `choose` returns a position in the open range. If that is not allowed, it is closed with all
-        positions above it, and `choose` is called again. If the arm is open far beyond the micro
-        batches that ran, the next step up is tried first.
+        `choose` returns a position in the open range. If that position is not allowed, the range
+        ends below it from now on, and `choose` is called again. If the range reaches far beyond the
+        micro batches that ran, the next step up is tried first.
         """
         step = self._next_step(arm) if arm.lo <= arm.hi else -1
         while arm.lo <= arm.hi:
@@ -276,7 +276,7 @@ class Arms:
         return None
 
     def _next_step(self, arm: Arm) -> int:
-        """Return the position a step above what ran; -1 if the arm does not reach far above it."""
+        """Return the position one step above the largest micro batch that ran; -1 if not needed."""
         end, largest = arm.sizes[arm.hi], self._largest
         failed = min(self.branches[arm.branch].least_failed, self._too_large[arm.branch])
         is_safe = math.isinf(failed)
@@ -326,7 +326,7 @@ class Arms:
             drawn[number].add(index)
             arm = self.arm(number, index)
             known = self.branches[number]
-            if not arm.ours and not known.largest_ran:  # the failure had other settings
+            if not arm.ours and not known.largest_ran:  # stay below failures of other settings
                 arm.limit(max(self._sizes[0], known.least_failed - 1))
             if self.is_open(arm):
                 self.begin(arm)
@@ -334,7 +334,7 @@ class Arms:
         return None
 
     def begin(self, arm: Arm, number: int | None = None) -> None:
-        """Begin an arm; `number` is the one in recorded trials, None for a new arm."""
+        """Begin an arm; `number` is its number in recorded trials, None for a new arm."""
         if arm.number is None:
             arm.number = max(self.begun, default=-1) + 1 if number is None else number
             self.begun[arm.number] = arm

@@ -19,9 +19,9 @@ from dsat.values.zero_strategy import Strategy
 EXHAUSTED = "every configuration was tried"
 RANGE_FACTOR = search_option(
     "--search-range-factor",
-    "search all micro batches from the start, up to X times the largest that is predicted to fit. "
-    "Raise X above 1 if predictions of memory are too high (default: raise micro batches step by "
-    "step, while more samples are faster)",
+    "search all micro batches from the beginning, up to X times the largest predicted to fit. "
+    "Use 1 for the predicted range, and more if the predicted memory is too high (default: raise "
+    "micro batches step by step, while more samples are faster)",
     kind=POSITIVE_NUMBER,
 )
 
@@ -36,17 +36,17 @@ NO_NEW_BEST = early_stopping("end the search after N trials without a new best")
 
 @dataclass(frozen=True)
 class Observation:
-    """A trial that ended or is running; trials of the finals are no observations.
+    """A finished or running trial, except those of the finals.
 
     Attributes:
         point: the trial's point in the space, or the nearest one; None if its strategy is not
             searched.
         outcome: how the trial ended; None while it runs.
-        is_exact: whether the trial ran with exactly the settings and batch sizes of `point`, which
-            the search may choose.
-        is_admitted: whether the search may choose its batch sizes (`BatchRule.admits`).
+        is_exact: whether the trial has exactly the settings and batch sizes of `point`, and is
+            admitted.
+        is_admitted: whether the plan allows the trial's batch sizes (`BatchRule.admits`).
         neighbours: largest number of other trials at the same time; 0 until the trial ends.
-        arm: the search's number for its settings; None if the search did not propose or number it.
+        arm: the number that the search gave to the trial's settings; None if it gave none.
         note: integers that the search recorded with the trial (`Proposal.note`).
     """
 
@@ -65,8 +65,8 @@ class Proposal:
     """The next configuration to try.
 
     Attributes:
-        point: a point that no exact observation has; numpy's integers become Python's.
-        arm: the search's number for its settings; None if the search does not number them.
+        point: a point that was not observed exactly; its integers may be numpy's.
+        arm: the search's number for the settings; None if the search does not number them.
         note: integers that later decisions need; they are recorded with the trial.
     """
 
@@ -77,12 +77,12 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Wait:
-    """Decision to try nothing before a running trial ends."""
+    """Decision to wait until a running trial ends."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """End of the search, with its reason."""
+    """Decision to end the search, with the reason."""
 
     reason: str = EXHAUSTED
 
@@ -91,20 +91,20 @@ Decision = Proposal | Wait | Stop
 
 
 class Costs(Protocol):
-    """Predicted durations of trials."""
+    """Predicted durations of trials. Seconds may be numbers or arrays."""
 
     def trial_s(self, step_s: Any) -> Any:
-        """Return the seconds of a whole trial from the seconds of its step (numbers or arrays)."""
+        """Return the seconds of a whole trial, given the seconds of an optimizer step."""
 
     @property
     def left_s(self) -> float:
         """Seconds that the search may still take."""
 
     def are_too_long(self, step_s: Any) -> Any:
-        """Return which trials must not start, from the seconds of a step (numbers or arrays)."""
+        """Return which trials must not start, given the seconds of an optimizer step."""
 
     def are_unaffordable(self, step_s: Any) -> Any:
-        """Return which trials take longer than they are worth, from the seconds of a step."""
+        """Return which trials take more time than they are worth, given the seconds of a step."""
 
     def step_s(self, strategy: Strategy, batch: BatchTriple) -> float:
         """Return a low estimate of the seconds of a step; 0 if unknown."""
@@ -122,7 +122,7 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class Context:
-    """Predictions that a search may use besides the observations; None if there are none."""
+    """Predictions that a search may use besides the observations; None if unavailable."""
 
     memory: Memory | None = None
     costs: Costs | None = None
@@ -157,8 +157,8 @@ class Search(abc.ABC):
     Attributes:
         summary: one line for `--help`.
         options: options of this search only, keyed by the constructor parameter that each one sets.
-        ramps: whether it uses `Problem.ramp`.
-        needs_time: whether it predicts times, so that the metric must be a time or work per time.
+        ramps: whether the search uses `Problem.ramp`.
+        needs_time: whether the search predicts times, so the metric must be a time or a rate.
     """
 
     summary: ClassVar[str] = ""
@@ -171,20 +171,20 @@ class Search(abc.ABC):
 
     @abc.abstractmethod
     def propose(self, observations: Sequence[Observation], context: Context) -> Decision:
-        """Return the next configuration to try, assuming that its trial begins at once.
+        """Return the next configuration to try, whose trial will begin at once.
 
         Args:
             observations: all trials, in the order in which they began.
 
         Returns:
-            A point that no exact observation has, or why there is none.
+            A proposal of a point that was not observed exactly; otherwise `Wait` or `Stop`.
         """
 
     def predicted(self, point: Point) -> float | None:
         """Return the predicted logarithm of the objective, up to a constant; larger is better.
 
-        By default it is the same for all points. A search with a model of speed returns None until
-        it has fitted the model.
+        By default, all points get the same value. A search with a model of speed returns None until
+        the model is fitted.
         """
         return 0.0
 
@@ -195,8 +195,8 @@ def stop_without_new_best(
     """Return `Stop` if the last trials brought no new best, else None.
 
     Args:
-        patience: number of trials without a new best after which to stop; None for no limit.
-            Before any trial ran, there is no limit either.
+        patience: number of trials without a new best after which to stop; None for no limit. There
+            is no limit either until a trial has run.
     """
     if patience is None:
         return None
@@ -211,7 +211,7 @@ def count_since_best(
 ) -> tuple[float | None, int]:
     """Return the best admitted value, and the number of trials that finished after it.
 
-    The value is None if there is none; then all finished trials count.
+    Without an admitted value, return None and the number of all finished trials.
     """
     best, since = None, 0
     for each in observations:
@@ -230,7 +230,7 @@ def largest_micro_batch(
 ) -> float:
     """Return the largest micro batch that should fit with some settings; 0 if none does.
 
-    Without `memory`, only activations count. The result is at most twice the largest allowed one.
+    Without `memory`, only activations count. The result is at most twice the space's largest.
     """
     profile = problem.profile
     if memory is not None:

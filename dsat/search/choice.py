@@ -20,16 +20,16 @@ from dsat.space.locate import Point
 # "Replays" are searches on recorded tables of trials (`benchmarks/replay.py`), with the constant
 # changed. Their results are medians of two seeds over all tables, as fractions of the best speed.
 
-# If time is short, a trial with more than this log expected gain, and more than theirs, precedes
-# the first trials of strategies. If none ever does, one replay ends at 92.6 % instead of 97.4 %.
+# If time is short, a trial precedes the first trials of strategies if its log expected gain exceeds
+# theirs and this value. Without this rule, one replay ends at 92.6 % instead of 97.4 %.
 _LEAST = math.log(0.01)
-# Exponent of the probability to fit: running out of memory is worse than a small gain. With 1,
-# replays run out of memory 16 times instead of 14, and the worst ends at 96.5 % instead of 97.2 %.
+# Exponent of the probability to run, because running out of memory is worse than a small gain. With
+# 1, replays run out of memory 16 times, not 14, and the worst ends at 96.5 %, not 97.2 %.
 _CAUTION = 1.5
 # Penalty for a failed first trial of a strategy, which makes all later predictions more cautious.
 # Without it, replays end at 99.1 % instead of 99.5 %.
 _FAILURE = 0.25
-_MOST_UNKNOWN = 0.7  # limit on the sd of a log step time: a step may take half as predicted
+_MOST_UNKNOWN = 0.7  # limit on the sd of a log step time: steps may take half the predicted time
 # Usual number of measured trials. At twice this number, a further trial must promise four times the
 # gain. Without this rule, searches with 10 % of noise take up to 23 trials and find nothing better;
 # with 8, they take up to 16 trials instead of 14 at 3 and 6 % of noise, and find nothing better.
@@ -39,11 +39,11 @@ _TIE = 1e-9  # scores that differ by less are equal; the first is chosen
 # average instead of 99.35 %.
 _RETRIES = 3
 _FEW = 24  # up to this number, all micro batches are compared
-# Multiples of the predicted largest micro batch, and of the best one, that are compared. Twice as
-# many of the former change no replay; with half of the latter, replays end 0.06 points lower.
+# Compared multiples of the predicted largest micro batch, and of the best one so far. Twice as many
+# of the former change no replay; with half of the latter, replays end 0.06 points lower.
 _NEAR_THE_EDGE = (1.0, 0.95, 0.87)
 _NEAR_THE_BEST = (0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25)
-_OCTAVES = 2  # below the smallest of these that are compared, so the range follows the best
+_OCTAVES = 2  # compared micro batches begin this many octaves below the smaller of these two
 _MOST_SETTINGS = 12  # compared in a branch; with 24, no replayed search finds anything better
 
 
@@ -53,8 +53,8 @@ def _select_micro_batches(
     """Return the micro batches to compare, ascending: all if they are few.
 
     Otherwise, they are powers of two and 1.5 times these, from about a quarter of the smallest size
-    in `edges` and `best` to twice the largest. Sizes near `edges` and `best` are added, also those
-    rounded down to multiples of 8. Each is replaced by the largest allowed micro batch up to it.
+    in `edges` and `best` to twice the largest. Sizes near `edges` and `best` are added, as they are
+    and rounded down to multiples of 8. All are rounded down to allowed micro batches.
 
     Args:
         edges: largest micro batches predicted to fit.
@@ -76,15 +76,15 @@ def _select_micro_batches(
 
 @dataclass(frozen=True)
 class Candidates:
-    """Configurations to compare, as arrays of one length n.
+    """Configurations to compare, as arrays of equal length n.
 
     Attributes:
         usual_cost: predicted seconds of a trial of the best configuration so far; infinite if
             unknown.
         branch, index: strategy and settings, as in `Point`.
         log_runs: logarithm of the probability to run.
-        gain, sd: predicted log gain over the best so far (log rate, if nothing was measured), and
-            the standard deviation of the change that a trial would make to it.
+        gain, sd: predicted log gain over the best so far (log rate if nothing was measured), and
+            the standard deviation of the amount by which a trial would change this prediction.
         cost: predicted seconds of a trial; 1 if unknown.
     """
 
@@ -115,9 +115,9 @@ class Chooser:
         """Return the next configuration; None if there is none left.
 
         Returns:
-            The configuration, and the largest expected log gain of any candidate. That gain is
-            reduced for risk, for cost and in long searches. It is infinite while a first trial of a
-            strategy is due (`_find_unopened`).
+            The configuration, and the largest expected log gain of any candidate. The gain is
+            reduced for risk, cost and the length of the search. It is infinite while a first trial
+            of a strategy is due (`_find_unopened`).
 
         Raises:
             TooDear: all remaining trials take too long.
@@ -163,9 +163,9 @@ class Chooser:
         }
 
     def _find_preferred(self, candidates: Candidates, worth: Array, first: Array) -> Array:
-        """Return which candidates promise more than all first trials that are due.
+        """Return which candidates promise more than all due first trials, (n,).
 
-        Only those count that would take too long after these first trials.
+        Candidates for which time will still be left after these first trials do not count.
         """
         if self.costs is None:
             return np.zeros(len(worth), bool)
@@ -202,8 +202,8 @@ class Chooser:
                 kept &= ~self.costs.are_unaffordable(least_s)
         if not kept.any():
             raise TooDear
-        # A new measurement is as noisy as earlier ones. So it changes little if the prediction is
-        # more certain than a measurement. This is the standard deviation of the knowledge gradient
+        # How much a measurement, as noisy as earlier ones, would change each prediction: little if
+        # the prediction is more certain. This is the standard deviation of the knowledge gradient
         # (Frazier, Powell and Dayanik, SIAM J. Control Optim. 47 (2008)).
         moved = (sd**2 / np.hypot(sd, speed.noise))[mine]
         branch, index = np.array(keys).T
@@ -230,10 +230,10 @@ class Chooser:
         return keys, np.concatenate([np.zeros(0), *found])
 
     def _list_settings(self, branch: int) -> list[Key]:
-        """Return the settings of a branch to compare, except those that may not be tried again.
+        """Return the settings of a branch to compare, without those that past trials exclude.
 
-        These are all settings of the branch if they are few (`_MOST_SETTINGS`). Else, they are the
-        first, the best, and those that change the best in one value with most promise.
+        These are all settings if they are few (`_MOST_SETTINGS`). Else, they are the first and the
+        best settings, and the most promising changes of one value of the best.
         """
         known, configurations = self.known, self.known.configurations
         count = configurations.problem.space.branches[branch].count

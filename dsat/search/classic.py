@@ -41,7 +41,7 @@ class ArmSearch(Search):
 
 
 class BinarySearch(ArmSearch):
-    """Bisection of each arm to its end; a new arm is drawn when none can continue."""
+    """Bisection of each arm's micro batches to the end; a new arm is drawn if none can continue."""
 
     summary = "bisects the micro batch of randomly drawn configurations"
     options: ClassVar[Mapping[str, Option]] = {"search_range_factor": RANGE_FACTOR}
@@ -56,10 +56,9 @@ class ASHASearch(ArmSearch):
     """Asynchronous successive halving (Li et al., arXiv:1810.05934) over arms.
 
     The resource of an arm is the number of trials of its bisection. An arm completes a rung after
-    `min_trials * divisor ** (early_stopping + rung)` trials since its beginning, or when its
-    bisection is over. The best 1/divisor of the arms that completed a rung are promoted to the
-    next. The highest rung has priority: an arm is promoted from it, else its arm with the most
-    trials continues.
+    `min_trials * divisor ** (early_stopping + rung)` trials in total, or when its bisection ends.
+    The best 1/divisor of the arms that completed a rung are promoted to the next one. The highest
+    rung has priority. In a rung, promotions come first, then the arm with the most trials.
     """
 
     summary = "successive halving: many configurations get a few trials, the best ones more"
@@ -122,8 +121,8 @@ class ASHASearch(ArmSearch):
     def _rungs(self, arms: Arms) -> dict[int, int]:
         """Return the rung of each begun arm.
 
-        An arm whose bisection is over needs no further trial. So it is promoted here and completes
-        the next rung at once, which lets `_promote` return other arms.
+        An arm whose bisection has ended needs no further trial. So it is promoted here, without one
+        and perhaps several times, and `_promote` returns only arms that can continue.
         """
         rungs = {
             number: max((each.note.get("rung", 0) for each in arm.ours), default=0)
@@ -162,11 +161,11 @@ class ASHASearch(ArmSearch):
 
 
 class RandomSearch(ArmSearch):
-    """Search with micro batches drawn around the middle of the open range, and early ends of arms.
+    """Search that draws micro batches around the middle of the open range, and ends arms early.
 
-    An arm ends when it has used its trials, or when another sharding strategy with less traffic ran
-    (such as stage 1 or 2 for an arm in stage 3 or with offloading). It also ends when it ran out of
-    memory and cannot exceed the largest micro batch that ran in its branch. A new arm starts above
+    An arm ends when its trials are used up, or when a sharding strategy with less traffic ran (such
+    as stage 1 or 2 for an arm in stage 3 or with offloading). An arm that ran out of memory also
+    ends if it cannot exceed the largest micro batch that ran in its branch. A new arm starts above
     the best micro batch of its branch if that should fit.
     """
 

@@ -88,7 +88,7 @@ class Network:
         return min(map(spent, self.protocols))
 
     def _moved_s(self, collectives: Collectives, inside: int, hosts: int) -> float:
-        """Return the seconds to move the bytes once, without latency; hosts have `inside` ranks."""
+        """Return the seconds to move the bytes once, without latency; a host has `inside` ranks."""
         ranks, bandwidth = collectives.ranks, self.link_bandwidth
         if collectives.kind.startswith(ALL_TO_ALL):  # every rank has one network port
             here, there = (inside - 1) / bandwidth, (ranks - inside) / self.network_bandwidth
@@ -109,14 +109,14 @@ def of_step(
     itemsize: int,
     hpz: int = 1,
 ) -> list[Collectives]:
-    """List the collectives of the last micro step and of each micro step before it.
+    """List the collectives of the last micro step, and those of each micro step before it.
 
     Args:
         settings: the ZeRO section; missing settings have DeepSpeed's defaults.
-        ranks: ranks that share the optimizer's state.
+        ranks: number of ranks that share the optimizer's state.
         params, trainable: numbers of all and of the trainable parameters.
         itemsize: bytes of a parameter, and of a gradient.
-        hpz: ranks of a secondary partition of the parameters (`zero_hpz_partition_size`).
+        hpz: ranks that share a secondary copy of the parameters (`zero_hpz_partition_size`).
     """
     if ranks < 2:
         return []
@@ -161,9 +161,8 @@ def _kept_live(settings: Mapping[str, Any], params: float) -> float:
     """Return the fraction of parameters that are still gathered when the backward pass begins.
 
     A parameter stays gathered within `stage3_max_live_parameters`, or if at most
-    `stage3_max_reuse_distance` parameters are used before it is needed again. Between its uses in
-    the forward and in the backward pass, each later parameter is used twice, so half the distance
-    counts.
+    `stage3_max_reuse_distance` parameters are used before its next use. Between its uses in the two
+    passes, every later parameter is used twice, so half the distance counts.
     """
     live, reuse = (
         float(value) if isinstance(value := settings.get(name), (int, float)) else 1e9
@@ -176,7 +175,7 @@ def columns(collectives: Iterable[Collectives], network: Network) -> dict[str, f
     """Return the columns of `step_time.work` that describe collectives.
 
     Args:
-        collectives: a list for the last micro step, and one for each micro step before it.
+        collectives: those of the last micro step, and those of each micro step before it.
     """
     each, last = defaultdict[str, float](float), defaultdict[str, float](float)
     for group in collectives:

@@ -22,12 +22,12 @@ Key = tuple[int, int]
 """Key of settings: the number of a branch, and the index of the settings in it."""
 
 GROUPS = COLUMNS.index("data_parallel")
-TILE = 8  # multiples of so many samples fill the tiles of matrix units at any sequence length
-# Prior standard deviations of what the physical model of the log step time misses: effects of a
+TILE = 8  # micro batches that are multiples of this fill matrix units at any sequence length
+# Prior standard deviations of effects on the log step time that the physical model misses: of a
 # strategy, a setting, a script's switch, and whole tiles. Only their ratios count, because their
 # scale is learned. Without whole tiles, replays (see `choice`) end 0.1 points lower.
 _STRATEGY_SD, _SETTING_SD, _SWITCH_SD, _TILES_SD = 0.04, 0.02, 0.2, 0.02
-_ALONE_SD = 0.1  # the same, of other trials on the machine
+_ALONE_SD = 0.1  # the same for the effect of other trials on the machine
 _STRATEGY = "strategy"  # name of a trait
 
 
@@ -39,7 +39,7 @@ class Row:
         work: see `step_time.work`.
         traits: 1 for each value that the settings or the strategy have, else 0.
         values: names of settings and their values, as JSON text.
-        gas: accumulation steps if no global batch size decides them.
+        gas: accumulation steps, unless a global batch size decides them.
     """
 
     work: Array
@@ -52,9 +52,9 @@ class Configurations:
     """The configurations of a problem.
 
     Attributes:
-        prior: the model of speed before any measurement. Traits of its points are those of the
-            settings (`Row.traits`), whole tiles, and running alone.
-        sample_part: fraction of the device's memory that the activations of a sample take.
+        prior: the model of speed before any measurement. The traits of a point are `Row.traits`,
+            whether the micro batch fills whole tiles, and whether the trial runs alone.
+        sample_part: fraction of a device's memory that the activations of one sample take.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -72,7 +72,7 @@ class Configurations:
                 sd = _SWITCH_SD if acts_on_whole_step(key) else _SETTING_SD
                 effects |= {(key, text): sd for text in texts if key != GAS}
         self._traits = {trait: position for position, trait in enumerate(effects)}
-        # Two values are two traits, and both differ; yes and no are one trait (`Prior.covariance`).
+        # `Prior.covariance` halves variances, as a new value changes two traits. These change one.
         of_trials = [math.sqrt(2) * sd for sd in (_TILES_SD, _ALONE_SD)]
         self.prior = Prior(self._job.hardware, np.array([*effects.values(), *of_trials]))
         self.row = functools.cache(self._make_row)
@@ -99,7 +99,7 @@ class Configurations:
         return self.problem.space.branches[branch].settings(index)
 
     def _find_edge(self, key: Key) -> float:
-        """Return the limit of micro batches: the largest that should fit, plus 0.5."""
+        """Return the limit of the micro batch: the largest that should fit, plus 0.5."""
         largest = largest_micro_batch(self.problem, self.memory, self.settings_of(key))
         return math.floor(largest) + 0.5
 
@@ -113,9 +113,9 @@ class Configurations:
         """Return n configurations as `Points`.
 
         Args:
-            keys, micro_batch: settings and micro batch of each, (n,).
-            gas: accumulation steps of each, (n,); by default from `Space.accumulation`.
-            is_alone: whether no other trials ran at the same time, (n,).
+            keys, micro_batch: settings and micro batch of each configuration, (n,).
+            gas: accumulation steps, (n,); by default from `Space.accumulation`.
+            is_alone: whether no other trials ran at the same time, (n,) or one for all.
         """
         rows = [self.row(key) for key in keys]
         edges = np.array([*map(self.edge, keys)])
@@ -135,9 +135,9 @@ class Configurations:
         )
 
     def log_work(self, points: Points) -> Array:
-        """Return log samples per step, (n,); subtract log seconds to get the log rate.
+        """Return log samples per step, (n,); minus log seconds, they give the log rate.
 
-        Return 0 instead if a smaller metric is better, as for times.
+        If a smaller metric is better, as for times, return 0 instead.
         """
         work: Array = np.log(points.micro_batch * points.gas * points.work[:, GROUPS])
         return np.zeros(len(work)) if self.problem.objective.smaller_is_better else work
@@ -149,10 +149,10 @@ class Configurations:
         return octaves
 
     def changes(self, branch: int, best: Mapping[str, Any]) -> list[Key]:
-        """Return the key of the best settings, and of all that differ from them in one value.
+        """Return the keys of the best settings, and of all settings that differ in one value.
 
         Args:
-            best: best settings so far; a value that this branch lacks counts as its first value.
+            best: best settings so far; a value that the branch lacks is replaced by its first one.
         """
         whole = self.problem.space.branches[branch]
         at_best, others, own = 0, [], whole.values_in(best)

@@ -15,26 +15,26 @@ from dsat.values.outcome import Outcome, OutcomeKind
 Values = Sequence[tuple[str, str]]
 """Names of settings and their values, as JSON text."""
 
-# The log2 ratio of the largest micro batch that fits to the predicted one has a Cauchy
-# distribution, because predictions are either good or far off. These are its center and scale:
-# without a prediction (activations alone give an upper bound), on CPU cores, and on devices.
+# Predictions are either good or far off. So the log2 ratio of the largest micro batch that fits to
+# the predicted one has a Cauchy distribution. These are its center and scale: without a prediction
+# (activations alone give an upper bound), on CPU cores, and on devices.
 _BOUNDED, _ON_CORES, _PREDICTED = (-1.0, 0.5), (0.0, 0.15), (0.05, 0.05)
-# Once a trial ran above the log2 ratio `_NEAR`, predictions are good, so `_CONFIRMED` reduces the
-# scale. Without it, the worst replay ends at 96.5 % instead of 97.2 % (see `choice`).
+# Once a trial ran above the log2 ratio `_NEAR`, predictions are good: the scale is multiplied by
+# `_CONFIRMED`. Without this, the worst replay ends at 96.5 % instead of 97.2 % (see `choice`).
 _NEAR, _CONFIRMED = -0.4, 0.3
-# Scale after a failure below the predicted limit, as a multiple of its distance from the limit.
+# Scale after a failure below the predicted limit, as a multiple of the distance between the two.
 # Each failure more than doubles the next step down, so a few trials correct a wrong prediction.
 _SURPRISED = 2.0
 _LEAST = 1e-9  # smallest probability
-_HANG_WEIGHT = 4.0  # a timeout counts as this many failures, because it takes a whole time limit
+_HANG_WEIGHT = 4.0  # a timeout counts as this many failures, because it wastes the whole time limit
 
 
 class Ended(NamedTuple):
     """A finished trial.
 
     Attributes:
-        strategy: position of its branch.
-        octaves: log2 of its micro batch over the largest that is predicted to fit.
+        strategy: position of the trial's branch.
+        octaves: log2 of the ratio of its micro batch to the largest predicted to fit.
     """
 
     strategy: int
@@ -51,14 +51,14 @@ class Ended(NamedTuple):
 
 
 class Feasibility:
-    """Probability that a configuration runs, from limits of memory and from other failures.
+    """Probability that a configuration runs: that memory suffices, and that no setting fails.
 
-    The largest micro batch that fits is expected near its prediction, between those that ran and
-    those that did not. Both bounds are kept for each strategy, relative to the prediction.
+    The largest micro batch that fits is expected near its prediction, above the micro batches that
+    ran and below those that failed. Both bounds are kept for each strategy.
 
     Args:
         count: number of strategies.
-        predicted: whether octaves are relative to a prediction; if not, to an upper bound.
+        predicted: whether octaves refer to predictions; if not, they refer to upper bounds.
         on_device: whether devices have separate memory, which is easier to predict.
     """
 
@@ -85,7 +85,7 @@ class Feasibility:
         self._center, self._scale = center, scale
 
     def _bound(self, each: Ended) -> None:
-        """Narrow the range of the largest micro batch; if trials conflict, the latest counts."""
+        """Update a strategy's bounds by a trial; if trials conflict, the latest counts."""
         at, octaves = each.strategy, each.octaves
         if each.outcome.ok:
             self._ran[at] = max(self._ran[at], octaves)
@@ -95,7 +95,7 @@ class Feasibility:
             self._ran[at] = min(self._ran[at], octaves - 1e-3)
 
     def _blame(self, failures: Sequence[Ended], ended: Sequence[Ended]) -> None:
-        """Blame each failure on values that never ran; if all ran, on all (timeouts on none)."""
+        """Blame a failure on its values that never ran; if all ran, on all (a timeout on none)."""
         for each in ended if failures else ():
             if each.outcome.ok or each.outcome.kind.is_out_of_memory:
                 self._sound.update(each.values)
@@ -112,9 +112,8 @@ class Feasibility:
         """Return the probability that memory suffices, (n,).
 
         Args:
-            strategy: position of the branch, either one for all configurations or one for each,
-                (n,).
-            octaves: log2 of the micro batches over the largest predicted to fit, (n,).
+            strategy: position of the branch, one for all configurations or one for each, (n,).
+            octaves: as in `Ended`, (n,).
         """
         low, high, here = (
             0.5 + np.arctan((at - self._center) / self._scale) / math.pi
@@ -124,10 +123,10 @@ class Feasibility:
         return chance
 
     def runs(self, values: Values) -> float:
-        """Return the probability to run if memory suffices: the lowest among the values."""
+        """Return the probability to run if memory suffices, which is that of the worst value."""
         return min(map(self._is_sound, values), default=1.0) if self._unsound else 1.0
 
     def _is_sound(self, value: tuple[str, str]) -> float:
-        """Return the probability that one value runs; it falls fast for a value that never did."""
+        """Return the probability that one value runs; it falls fastest for one that never ran."""
         ran, failed = self._sound[value], self._unsound.get(value, 0.0)
         return (1 + ran) / (1 + ran + failed) if ran else 1 / (1 + (2 * failed) ** 2)

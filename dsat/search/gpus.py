@@ -18,7 +18,7 @@ _OTHER_KINDS = frozenset(("laptop", "mig", "nvl", "pcie"))  # words for slower v
 _OF_ANY = re.compile(r"nvidia|amd|instinct|geforce|sxm\d*|hbm\w*")  # words that drivers add
 _OF_MANY = re.compile(r"\d+gb|pcie|rtx|nvl")  # words that alone identify no GPU
 _MEMORY = re.compile(r"(\d+)gb")
-_SAME_MEMORY = 0.1  # of a GPU's: names and drivers round it
+_SAME_MEMORY = 0.1  # largest relative difference of equal sizes: names and drivers round them
 _PCIE_PART, _NETWORK_PART = 0.88, 0.9  # fractions of the bandwidths that transfers reach
 
 
@@ -27,7 +27,7 @@ class GpuModel:
     """Speeds of a GPU model and its links, and its memory.
 
     Attributes:
-        flops: dense peak in FLOP/s, by bytes of an element.
+        flops: dense peak in FLOP/s, keyed by bytes per element.
         matmul, attention: fractions of the peak that matrix products and attention reach in
             training.
         memory_bandwidth: peak in bytes/s.
@@ -35,12 +35,12 @@ class GpuModel:
         pcie_bandwidth: bytes/s that copies reach between GPU and host.
         network_bandwidth: bytes/s that a GPU reaches to other hosts.
         per_host: GPUs of a usual host.
-        host_cores, host_bandwidth: physical cores of a usual host, and peak bytes/s of its memory;
-            both per GPU.
+        host_cores, host_bandwidth: physical cores of a usual host, and its peak memory bandwidth
+            in bytes/s; both per GPU.
         kernel_s: seconds of the shortest kernel.
         launch_s: seconds that Python and torch take to call one operator.
-        protocols: NCCL's protocols LL, LL128 and Simple, of which the fastest is used. Each is the
-            fraction of the bandwidth that it reaches, the seconds of a hop inside a host, and those
+        protocols: NCCL's protocols LL, LL128 and Simple, of which the fastest is used. Each has the
+            fraction of the bandwidth that it reaches, and the seconds of a hop inside a host and
             between hosts (NCCL, src/graph/tuning.cc, for rings).
     """
 
@@ -65,13 +65,13 @@ class GpuModel:
     )
 
     def peak(self, itemsize: int) -> float:
-        """Return the peak for `itemsize` bytes per element; if unknown, for the next larger."""
+        """Return the peak FLOP/s for `itemsize` bytes per element, or for the next larger size."""
         sizes = sorted(self.flops)
         return self.flops[next((size for size in sizes if size >= itemsize), sizes[-1])]
 
 
 def find(name: str) -> GpuModel:
-    """Find a GPU model by its name, by words of it, or by a device's name; see `named`.
+    """Find a GPU model by its name, by part of its name, or by a device's name; see `named`.
 
     Raises:
         UserInputError: the table has no such model.
@@ -88,7 +88,7 @@ def find(name: str) -> GpuModel:
 def of_device(name: str) -> GpuModel | None:
     """Return the GPU model of a device that a driver names; None if none matches.
 
-    If no model has the memory in the name (`NVIDIA H100 96GB HBM3`), the memory does not count.
+    If no model has the memory size in the name (`NVIDIA H100 96GB HBM3`), the size is ignored.
     """
     return named(name) or named(re.sub(r"\d+GB", "", name))
 
@@ -96,10 +96,10 @@ def of_device(name: str) -> GpuModel | None:
 def named(name: str) -> GpuModel | None:
     """Return the GPU model of a name (`NVIDIA L40S`, `a100-80gb`, `H100`); None if none matches.
 
-    A model matches if the given name has all words of the model's name; of several, the longest
-    name wins. If none matches, a model matches if its name has all words of the given name; of
-    several, the one with the most memory wins. If the given name has a variant (`pcie`), the
-    model's must have it too. If it has a memory size, the model's must be about the same.
+    First, a model matches if the given name has all words of the model's name; the longest name
+    wins. Else, a model matches if its name has all words of the given name; the largest memory
+    wins. A variant in the given name (`pcie`) must be in the model's name too. A memory size in the
+    given name must be about that of the model.
     """
     wanted = _words(name)
     known = {key: gpu for key, gpu in table().items() if _has_memory(gpu, wanted)}

@@ -23,10 +23,10 @@ from dsat.search.base import (
 class GridSearch(Search):
     """Search through every strategy in order, and through all settings of each, defaults first.
 
-    From a list of allowed micro batches, it tries each one, the smallest first. From a range, it
-    tries powers of two (times the step): first the largest that should fit, then doubled ones while
-    they run, then halved ones. After a failure for lack of memory, data or time, it tries only
-    smaller ones; after another failure or a second timeout, none.
+    From a list of allowed micro batches, it tries all, the smallest first. From a range, it tries
+    powers of two (times the step): first the largest that should fit, then larger ones while they
+    run, then smaller ones. If memory, data or time do not suffice, it tries only smaller ones from
+    then on. After a second timeout or any other failure, it goes on to the next settings.
 
     While a trial of some settings runs, the next settings begin. A branch (the settings of one
     strategy) comes last if nothing ran in it and settings did not fit at the smallest micro batch.
@@ -34,8 +34,8 @@ class GridSearch(Search):
     Args:
         num_micro_batches: continue with the next settings after this number of micro batches that
             ran; by default all are tried.
-        early_stopping: leave a branch after this number of trials without a new best in it. Until
-            one runs, settings that were begun are still tried down to the smallest micro batch.
+        early_stopping: leave a branch after this number of trials without a new best in it. If none
+            ran in it, the settings already begun are still tried down to the smallest micro batch.
     """
 
     summary = "every configuration in order: every setting, every micro batch"
@@ -95,7 +95,7 @@ class GridSearch(Search):
         return arms.finish()
 
     def _next(self, arms: Arms, arm: Arm) -> int | None:
-        """Return an arm's next position: upwards from its first, then downwards; None if none."""
+        """Return an arm's next position: first upwards, then downwards; None at the end."""
         ran = sum(each.outcome is not None and each.outcome.ok for each in arm.ours)
         if ran == self._num_micro_batches:
             return None
@@ -114,7 +114,7 @@ class GridSearch(Search):
         return max(0, bisect.bisect_right(self._sizes, max(1, int(largest))) - 1)
 
     def _progress(self, observations: Sequence[Observation]) -> list[tuple[float | None, int]]:
-        """Return for each branch its best value, and the number of proposed trials since then."""
+        """Return the best value of each branch, and the number of proposed trials since then."""
         proposed: list[list[Observation]] = [[] for _ in self.problem.space.branches]
         for each in observations:
             if each.point is not None and each.arm is not None:
@@ -123,9 +123,9 @@ class GridSearch(Search):
 
 
 def _grid(micro_batches: Sequence[int]) -> Sequence[int]:
-    """Return the micro batches to try: of a list, all; of a range, powers of two times its step.
+    """Return the micro batches to try: all of a list, or a range's powers of two times its step.
 
-    If a range contains none of these, return its first micro batch.
+    If a range contains no such size, return its first micro batch.
     """
     if not isinstance(micro_batches, range):
         return micro_batches

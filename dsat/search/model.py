@@ -29,22 +29,23 @@ from dsat.space.locate import Point
 
 
 class ModelSearch(Search):
-    """Search for the largest expected gain per second, with models that every outcome corrects.
+    """Search for the largest expected gain per second; its models are fitted to all trials.
 
     It begins with the first settings of each strategy without offloading, at the micro batch with
-    the best predicted speed and chance to fit. Each further proposal has the largest expected gain
-    over the best so far, times its probability to run, per second of the trial. Running trials
-    count as measured, with their predicted times.
+    the best predicted speed and chance to fit. Later proposals maximise the expected gain over the
+    best so far, times the probability to run, per second of the trial. Running trials count as if
+    they had been measured as predicted.
 
     Args:
-        stop_when: end the search once every strategy without offloading ran or failed three times,
-            and every other trial takes too long or gains less than this fraction; 0 for never.
+        stop_when: end the search if every further trial takes too long or is expected to gain less
+            than this fraction; 0 for never. Before that, every strategy without offloading must
+            have run, or failed three times.
         early_stopping: end the search after this number of trials without a new best.
     """
 
     needs_time = True
     summary = (
-        "the usual choice: predicts speed and memory of everything, and tries the most promising"
+        "the default: predicts speed and memory of all configurations and tries the most promising"
     )
     options: ClassVar[Mapping[str, Option]] = {
         "stop_when": search_option(

@@ -18,7 +18,7 @@ _LOG_GAIN = np.log(_Z * _CDF + _PDF)
 
 
 def log_expected_gain(mean: Array, sd: Array) -> Array:
-    """Return log(E[max(0, x)]), the expected improvement, of normal x with this mean and sd.
+    """Return the log of the expected improvement, E[max(0, x)], of normal variables x, (n,).
 
     Jones, Schonlau and Welch, J. Global Optimization 13 (1998).
     """

@@ -20,8 +20,8 @@ from dsat.search.speed import Points
 from dsat.search.speed import fit as fit_speed
 from dsat.values.outcome import OutcomeKind
 
-# Most measurements that are fitted: a fit takes the cube of their number. With all of 1,000, a
-# decision takes a second.
+# Most measurements that are fitted, since a fit takes time with the cube of their number. With
+# 1,000, a decision takes a second.
 _MOST_FITTED = 64
 
 
@@ -66,11 +66,11 @@ class Predictions:
         histories: past and running trials of each combination of settings.
         count: number of measurements.
         measured: settings of the measurements that are fitted; see `_to_fit`.
-        measured_points: the same as `Points`, as if each had run alone.
+        measured_points: the fitted configurations as `Points`, as if each had run alone.
         running: running trials as `Points`.
-        lacking: pairs of micro batch and accumulation steps for which data do not suffice; nor do
-            they if both are as large or larger.
-        log_unit: log of the seconds that 0 stands for in `speed`; None before any measurement.
+        lacking: pairs of micro batch and accumulation steps that need more samples than there are,
+            as do all pairs that are at least as large in both.
+        log_unit: log seconds of a step at a log time of 0 in `speed`; None before any measurement.
     """
 
     def __init__(self, known: Configurations, observations: Sequence[Observation]) -> None:
@@ -137,14 +137,14 @@ class Predictions:
 
     @cached_property
     def incumbent(self) -> tuple[Points, float] | None:
-        """The measured configuration with the best `log_rate`, and that rate; None before any."""
+        """The measured configuration with the best `log_rate`, and that rate; None without one."""
         if not self.measured:
             return None
         best = int(np.argmax(self.measured_rates))
         return self.measured_points.only(np.array([best])), float(self.measured_rates[best])
 
     def best_settings(self, branch: int) -> Mapping[str, Any]:
-        """Return the best measured settings of a branch, else of any branch; empty if none."""
+        """Return the best measured settings of a branch, or else of any branch; empty if none."""
         if not self.measured:
             return {}
         rates = self.measured_rates.copy()
@@ -192,7 +192,7 @@ class Predictions:
 
 
 def _to_fit(values: Array) -> Array:
-    """Return the positions of the measurements to fit: the latest half of them, and the best."""
+    """Return the positions of the measurements to fit: the latest, and the best earlier ones."""
     earlier = max(0, len(values) - _MOST_FITTED // 2)
     best = np.argsort(values[:earlier])[-_MOST_FITTED // 2 :]
     return np.append(np.sort(best), np.arange(earlier, len(values)))

@@ -34,9 +34,9 @@ RUN_SD = 0.01  # standard deviation from run to run, before its scale is learned
 # Prior standard deviation of the logarithm of each scale: a factor of three. With a factor of two,
 # replays take 290 trials instead of 256, and end 0.1 points lower.
 _SCALE_SD = 1.2
-# Gauss-Newton ends after `_STEPS` iterations, at a change below `_SETTLED`, or at a gain below
-# `_LEAST_GAIN` in twice the log posterior. It can oscillate where one part of an optimizer step
-# hides another.
+# Gauss-Newton ends after `_STEPS` iterations, or if the log factors change by less than `_SETTLED`,
+# or twice the log posterior by less than `_LEAST_GAIN`. It can oscillate where one part of an
+# optimizer step hides another.
 _STEPS, _SETTLED, _LEAST_GAIN = 20, 0.01, 0.1
 
 
@@ -47,7 +47,7 @@ class Points:
     Attributes:
         work: counts of a step, (n, columns); see `step_time.work`.
         micro_batch, gas: samples per micro step, and micro steps per optimizer step.
-        room: memory predicted to be free, as a fraction of the device's; negative if too large.
+        room: predicted free memory as a fraction of the device's; negative if it does not fit.
         traits: 1 for each value of strategy and settings that a configuration has, (n, values).
     """
 
@@ -75,7 +75,7 @@ class Points:
 
 @dataclass(frozen=True)
 class Scales:
-    """Learned factors by which the prior's standard deviations are multiplied."""
+    """Learned factors of the prior's standard deviations."""
 
     residual: float = 1.0
     noise: float = 1.0
@@ -86,10 +86,10 @@ class Prior:
     """The model before any measurement.
 
     Attributes:
-        effects: standard deviation of the log difference that each trait makes, (values,).
+        effects: standard deviation of each trait's effect on the log seconds, (values,).
         factors: mean and standard deviation of the logarithms of the learned factors.
-        level_sd: standard deviation of any residual, which limits how much two may differ. A
-            tenfold value changes no replay by 0.1 points.
+        level_sd: standard deviation of any residual, which limits how much two residuals differ. A
+            tenfold value changes every replay by less than 0.1 points.
         growth_sd: standard deviation of the residual's slope per doubling of the micro batch.
             Without it, replays end 0.1 points lower.
     """
@@ -113,7 +113,7 @@ class Prior:
 
         If two configurations differ little, each differing trait has an independent effect.
         """
-        # If a setting differs, the traits of both values differ, so each counts half.
+        # If a setting differs, the traits of both its values differ, so each counts half.
         weights = (scales.residual * self.effects) ** 2 / 2
         octaves, others = np.log2(one.micro_batch)[:, None], np.log2(other.micro_batch)
         distance = (one.traits @ weights)[:, None] + other.traits @ weights
@@ -135,7 +135,7 @@ class Prior:
 
 
 def linearize(terms: Terms, theta: Array) -> tuple[Array, Array]:
-    """Return log seconds, (n,), and their derivatives by the log factors, (n, factors)."""
+    """Return log seconds, (n,), and derivatives with respect to the log factors, (n, factors)."""
     step = 1e-4
     thetas = np.column_stack((theta, theta[:, None] + step * np.eye(len(theta))))
     found = np.log(terms.seconds(thetas[:, :, None]))
@@ -181,8 +181,8 @@ class Posterior:
 
     Attributes:
         theta: likeliest logarithms of the factors, at which the physical model is linearized.
-        slopes: derivatives of the log seconds of the measurements by `theta`, (n, factors).
-        root: inverse of the Cholesky factor of the covariance of the measurements, (n, n).
+        slopes: derivatives of measured log seconds with respect to `theta`, (n, factors).
+        root: inverse of the Cholesky factor of the measurements' covariance, (n, n).
         whitened: `root` times the errors of the prior's predictions, (n,).
     """
 
@@ -209,13 +209,14 @@ class Posterior:
         return math.hypot(RUN_SD * self.scales.noise, within)
 
     def predict(self, points: Points, reference: int | None = None) -> tuple[Array, Array]:
-        """Predict the natural logarithm of the seconds.
+        """Predict the natural logarithm of the seconds of a step.
 
         Args:
-            reference: position of one point; if given, the deviation is of differences to it.
+            reference: position of one point, or None.
 
         Returns:
-            Mean and standard deviation, both (n,).
+            Means, (n,), and standard deviations, (n,); with a reference, the deviations are those
+            of the differences from that point.
         """
         prior, priors = self.measured.prior, self.measured.prior.variance
         predicted, slopes = linearize(prior.terms(points), self.theta)

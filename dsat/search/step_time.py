@@ -1,11 +1,11 @@
 """Physical model of the seconds of an optimizer step.
 
     kernels  = max(launches + stage 3's hooks, weights / memory bandwidth
-               + (FLOPs + those that fill the last wave of tiles) / reached FLOP/s)
+               + (FLOPs + padding of the last wave of tiles) / reached FLOP/s)
     forward  = max(kernels / 3, gather)
     backward = max(2 / 3 kernels, reduce + gather) + the last bucket     with overlap_comm, else
                their sum; stages 0 and 1 reduce in the last micro step only
-    boundary = optimizer bytes / memory bandwidth (of the host, where the optimizer is offloaded)
+    boundary = optimizer bytes / memory bandwidth (of the host if the optimizer is offloaded)
                + communication and transfers after the last backward pass
     step     = (gas * (forward + backward + copies + transfers to and from the host))
                * (1 + slow-down near the memory limit) + boundary
@@ -53,8 +53,8 @@ class Hardware:
         pcie_bandwidth: bytes/s between the slot and its host.
         host_memory_bandwidth: bytes/s of the host's memory, per slot.
         launch_s: seconds that the host takes to launch the kernels of a micro step.
-        filling: time that a micro step loses in a last wave of tiles that is not full, in rows of
-            matrix products.
+        filling: time that a micro step loses in an unfilled last wave of tiles, as the number of
+            matrix rows computed in that time.
         edge: fraction by which micro steps slow down when no memory is left.
     """
 
@@ -132,7 +132,7 @@ class Job:
 
     @classmethod
     def of_profile(cls, profile: ModelProfile, *, slots: int, slots_per_host: int = 0) -> Job:
-        """Return the job of a profiled model on its GPU, on the default GPU, or on `CPU_CORE`."""
+        """Return the job of a profiled model; an unknown GPU counts as the default `Hardware`."""
         gpu = gpus.of_device(profile.device_name)
         if gpu is not None:
             hardware = hardware_of(gpu, profile.param_bytes)
@@ -201,12 +201,12 @@ _TILE = 8  # rows of a matrix product that tensor cores process at once
 _HOOKS = 0.2  # time of stage 3's hooks, as a fraction of a micro step's launches
 _NEAR_THE_EDGE = 0.06  # fraction of free memory below which the allocator frees and reallocates
 _SMOOTH = 0.01  # smoothness of a maximum
-_NVME_TIMES = 5.0  # time of a transfer to NVMe over that of PCIe
+_NVME_TIMES = 5.0  # ratio of a transfer's time to NVMe and over PCIe
 GROUP_LAUNCHES = 0.04  # launches of an optimizer group, as a fraction of a micro step's
 
 
 def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
-    """Count the work of a slot in a step with a configuration, (number of columns,).
+    """Count the work of one slot in an optimizer step, in the order of `COLUMNS`, (columns,).
 
     Communication of tensor and sequence parallelism is not counted, but learned from trials.
 
@@ -225,7 +225,7 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
     gradient_bytes = float(job.param_bytes * job.trainable)
     found["forward"], found["launches"] = 1 / 3, 1.0
     found["flops"] = job.flops_per_sample * _recomputed(get(CHECKPOINTING))
-    # A forward and a backward pass multiply and add three times for each parameter and row.
+    # Both passes together multiply and add three times for each parameter and row.
     found["rows"] = max(1.0, job.flops_per_sample / (6 * max(1.0, job.params)))
     found["weights"] = 4.0 * job.param_bytes * job.params
     sharded = job.trainable / (n if stage else 1)
@@ -254,12 +254,12 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
 
 
 def acts_on_whole_step(setting: str) -> bool:
-    """Return whether a setting is a switch of the script that no term of the model describes."""
+    """Return whether a setting is a switch of the script whose effect no term describes."""
     return is_switch(setting) and setting != CHECKPOINTING
 
 
 def _recomputed(checkpointing: Any) -> float:
-    """Return the factor on FLOPs of repeating all, half or nothing of the forward pass."""
+    """Return the factor on FLOPs if all, half or none of the forward pass is recomputed."""
     if checkpointing == EVERY_SECOND:
         return 7 / 6
     return 1.0 if checkpointing in (None, False) else 4 / 3
@@ -300,12 +300,12 @@ class Terms:
         self._besides = row_s * hardware.filling + w["weights"] / memory
         self._launched = hardware.launch_s * (w["launches"] + w["hooks"])
         self._forward = w["forward"]
-        # Communication beside the kernels: stage 3's gathers in each of the two passes; and all of
-        # the backward pass's, in micro steps before the last, and in the last.
+        # Communication that overlaps kernels: stage 3's gathers in each of the two passes; then all
+        # of the backward pass, in earlier micro steps and in the last one.
         self._gathered = w["gathered"]
         self._reduced = w["reduced"] + w["gathered"]
         self._last = np.where(w["reduced_last"] > 0, w["reduced_last"], self._reduced)
-        self._unhidden = 1 / np.maximum(1.0, w["reductions"])  # fraction that comes after the pass
+        self._unhidden = 1 / np.maximum(1.0, w["reductions"])  # fraction after the backward pass
         # Times that kernels wait for: copies, links, and the host.
         self._copied = w["copies"] / memory
         self._waited = w["waited"]
@@ -332,7 +332,7 @@ class Terms:
         backward = kernels - forward
 
         def beside(communication: Array) -> Array:
-            """Return the time of a backward pass, which hides all but the last bucket."""
+            """Return the time of a backward pass that hides communication but the last bucket's."""
             shown: Array = communication * self._unhidden
             return shown + _larger(backward, communication)
 

@@ -1,7 +1,7 @@
 """Limit of BLAS to one thread.
 
-The matrices of a search are so small that BLAS threads mostly wait for each other. Threads that
-busy-wait occupy the cores on which trials are measured.
+The matrices of a search are small, so BLAS threads mostly wait for each other. They wait in busy
+loops, on the cores where trials are measured.
 """
 
 from __future__ import annotations

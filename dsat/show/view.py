@@ -12,6 +12,7 @@ from dsat.command.ds_config import BATCH_KEYS, flat
 from dsat.command.switches import SWITCHES
 from dsat.run.events import is_of_budget
 from dsat.run.run import Run, own_switches
+from dsat.show.differences import STAGE, differences
 from dsat.show.memory import used_bytes
 from dsat.show.verdict import GainView, verdict
 from dsat.space.deepspeed_settings import SETTING_NAMES
@@ -168,8 +169,13 @@ class RunView:
         )
 
     def trial_table(self) -> Table:
-        """Return a table of all trials that have begun."""
+        """Return a table of all trials that have begun.
+
+        "other changes" lists how they differ from the user's own configuration besides stage and
+        batch sizes, if any trial does.
+        """
         headings = ("trial", "micro batch", "gas", "result", "memory predicted", "memory used")
+        others = [self._other_changes(view.trial) for view in self.trials]
         rows = [
             (
                 view.label,
@@ -179,15 +185,21 @@ class RunView:
                 fmt.memory(view.trial.predicted_bytes),
                 fmt.memory(view.used_bytes),
                 "" if view.took_s is None else fmt.duration(view.took_s),
+                changes,
             )
-            for view in self.trials
+            for view, changes in zip(self.trials, others, strict=True)
         ]
-        return Table(
-            (*headings, "took"),
+        table = Table(
+            (*headings, "took", "other changes"),
             rows,
             names=("trial",),
             optional=("took", "memory predicted", "gas", "memory used"),
         )
+        return table if any(others) else table.without("other changes")
+
+    def _other_changes(self, trial: Trial) -> str:
+        found = differences(self.plan, trial, self.own_switches)
+        return ", ".join(str(each) for each in found if each.key not in (STAGE, *BATCH_KEYS))
 
     def to_json(self, folder: Path) -> dict[str, Any]:
         return {

@@ -45,7 +45,7 @@ def of_run(
     as_cpu: bool,
     say: Callable[[str], None],
 ) -> Basis:
-    """Simulate one configuration of each strategy, with the user's switches and variants of these.
+    """Simulate one configuration of each strategy, with the user's switches and with others.
 
     Args:
         engine: runs the script; a simulation occupies none of its slots.
@@ -96,9 +96,12 @@ def variant_of(
     on_device: bool,
     say: Callable[[str], None],
 ) -> Variant:
-    """Simulate each configuration at about the largest micro batch that fits.
+    """Simulate each configuration at about the largest micro batch that fits into `limit_bytes`.
 
     The result has no anchor for a configuration that cannot be simulated.
+
+    Raises:
+        SimulationUnavailable: not even the model's passes can be simulated.
     """
     facts = simulator.facts(configs[0])
     basis = Basis((Variant(script_args, facts),))
@@ -143,7 +146,7 @@ def _variants_of_switches(
     script_args: Mapping[str, Any],
     values: Mapping[str, Sequence[Any]],
 ) -> Iterator[Variant]:
-    """Yield a variant for each combination of the model's switches but the first, up to a limit.
+    """Yield variants for combinations of the model's switches, except for the script's own.
 
     Combinations that cannot be simulated are left out: their trials run without a prediction.
     """

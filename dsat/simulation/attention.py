@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 _LARGEST_FLASH_HEAD = 256
 _HALF = (torch.float16, torch.bfloat16)
-# Kernels require multiples of these head sizes; the mask's last dimension is padded.
+# Kernels need head sizes in multiples of these; the mask's last dimension is padded.
 _FLASH_ALIGNMENT, _MASK_ALIGNMENT = 8, 16
 _EFFICIENT_ALIGNMENT = {torch.float16: 8, torch.bfloat16: 8, torch.float32: 4}
 _SAMPLES_HEADS_TOKENS = 4  # number of dimensions: batch, heads, tokens, head size
@@ -173,7 +173,7 @@ def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> 
 
 
 def workspace_bytes(function: Any, args: Sequence[Any]) -> int:
-    """Return the bytes that an attention operator allocates only while it runs; 0 for others."""
+    """Return the bytes that an operator allocates only while it runs; 0 unless it is attention."""
     of = _WORKSPACES.get(function)
     return 0 if of is None else of(args)
 
@@ -220,7 +220,7 @@ def _efficient_backward(args: Sequence[Any]) -> int:
 
 
 def _shared_heads(query: torch.Tensor, key: torch.Tensor) -> int:
-    """Return the bytes of key's and value's gradients for each query head; 0 if none is shared."""
+    """Return the bytes of separate key and value gradients for all query heads; 0 if unshared."""
     if query.size(1) == key.size(1):
         return 0
     samples, heads, _, size = query.shape

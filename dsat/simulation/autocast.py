@@ -152,7 +152,7 @@ class Autocast:
 
 @contextlib.contextmanager
 def outside_of_contexts() -> Iterator[None]:
-    """Pretend that no autocast context is open, so that inner ones drop their cached casts.
+    """Pretend that no autocast context is open, so that each new one drops its casts at its end.
 
     Autocast stays enabled.
     """

@@ -1,4 +1,4 @@
-"""The script's model: the stand-in engine that the script gets for it, and its simulations."""
+"""Simulations of the script's model, and the stand-in engine that the script gets for it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class BorrowedModel:
     def engine_for_the_script(self) -> Any:
         """Call `deepspeed.initialize` for stage 0 with SGD, on fake parameters; return its result.
 
-        Afterwards the model has its own tensors again, converted to the type that DeepSpeed trains.
+        Afterwards the model has its own tensors again, in the data type that DeepSpeed trains.
         """
         config = _of_stand_in(self._config)
         tracker = StorageTracker("cpu")
@@ -104,9 +104,8 @@ class BorrowedModel:
     def on_first_training_forward(self, serve: Callable[..., Any]) -> None:
         """Call `serve(args, kwargs)` in place of the engine's first forward pass in training.
 
-        The engine's `backward` and `step` look up what to do only when called: for
-        `engine.backward(engine(batch))`, Python reads `engine.backward` before the forward pass,
-        which sets what to do.
+        This pass also sets what the engine's `backward` and `step` do. They look it up only when
+        called, since in `engine.backward(engine(batch))` Python reads `engine.backward` first.
         """
         engine, original = self._engine, self._engine.forward
         self._after_forward = dict.fromkeys(("backward", "step"), _refuse_without_forward)
@@ -142,7 +141,7 @@ class BorrowedModel:
                 if tensor.device.type != "cpu" and not tensor.dtype.is_floating_point
             },
             uses_zero_init=self.uses_zero_init,
-            # If the batch itself is older than the engine, age identifies no other tensors.
+            # If the batch itself is older than the engine, age cannot distinguish other tensors.
             earlier=() if any(t in self.earlier for t in tensors_in(batch)) else self.earlier,
         )
         size = max((p.element_size() for p in model.parameters()), default=4)
@@ -163,8 +162,8 @@ class BorrowedModel:
         """Return an `optimizer` section for the optimizer that the script passes; empty if none.
 
         The type is Adam for DeepSpeed's Adam, and for torch's Adam and AdamW unless they use
-        `amsgrad` or `foreach=False`. `torch_adam` is true for torch's, unless it is fused. For
-        other optimizers, the type is the full name of the class.
+        `amsgrad` or `foreach=False`. `torch_adam` is true for torch's optimizers, unless they are
+        fused. For other optimizers, the type is the full name of the class.
         """
         passed = self._arguments.get("optimizer")
         if passed is None:
@@ -194,7 +193,7 @@ class BorrowedModel:
         kind = ActivationPass if candidate.activations_only else Simulation
         run = kind(captured, candidate._replace(config=config))
         has_gradients: list[bool] = []
-        numbers = run.rules.numbers  # only while the script computes its loss
+        numbers = run.rules.numbers  # replaced only while the script computes its loss
 
         def watched(outputs: Any) -> Any:
             numbers.update(captured.numbers_for(candidate, outputs))

@@ -28,7 +28,7 @@ class Captured:
         arguments: its arguments by name, without the configuration.
         snapshot: the model as the script passed it.
         micro_batch: number of samples in the script's first batch.
-        follows_config: whether that is the micro batch of the script's configuration.
+        follows_config: whether `micro_batch` is the one in the script's configuration.
         packed_length: length of the one row that holds all samples; 0 if samples are not packed.
         sequence_length: tokens per sample; None for packed samples, and for other data than tokens.
         on_host: copies of the batch's integers on a device, by the `id` of the original.
@@ -50,8 +50,8 @@ class Captured:
     def shape_for(self, candidate: Question, tensor: torch.Tensor) -> list[int]:
         """Return a tensor's shape on one rank of a candidate, by its micro batch and parallelism.
 
-        A tensor older than the engine counts as batch data only with exactly one row per sample: a
-        tensor of class weights, for example, has another number of rows.
+        A tensor older than the engine counts as batch data only if it has exactly one row for each
+        sample. A tensor of class weights, for example, has a different number of rows.
         """
         shape = tensor.shape
         length = self.packed_length // self.micro_batch or self.sequence_length or 0
@@ -72,9 +72,9 @@ class Captured:
         return sizes
 
     def numbers_for(self, candidate: Question, outputs: Any) -> dict[int, int]:
-        """Return the integers to replace between the forward and the backward pass.
+        """Map integers to replace between the forward and the backward pass to their new values.
 
-        A loss may use the micro batch as a number: of samples, or of two views of each sample. An
+        A loss may contain the number of samples, or twice that number for two views of each. An
         integer that is also the size of another dimension of the outputs is not replaced.
         `CAPTURED_MICRO_BATCH` is a number that hardly occurs otherwise.
         """

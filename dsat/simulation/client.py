@@ -20,8 +20,8 @@ from dsat.simulation.protocol import Question, ScriptFacts
 from dsat.values.step_trace import ModelTrace, StepTrace
 from dsat.values.zero_strategy import of_config
 
-# Two micro batches, large enough that activations, not gradients, decide the peak of the backward
-# pass; smaller for long sequences, so that the larger one has at most this many tokens.
+# Micro batches to compare, large enough that activations, not gradients, decide the peak of the
+# backward pass. For long sequences, the larger one is limited to this number of tokens.
 _MICRO_BATCHES_FOR_SLOPES, _TOKENS_FOR_SLOPES = (256, 512), MOST_TOKENS // 2
 # Sections on which a model's own passes depend; the script's values replace "auto" in them.
 _OF_ACTIVATIONS = ("bf16", "bfloat16", "fp16", "torch_autocast", "activation_checkpointing")
@@ -54,6 +54,8 @@ class Simulator:
     script at exit.
 
     Args:
+        as_cpu: whether ranks run on a CPU.
+        script_args: values of the script's switches, by name.
         timeout_s: limit for the script to reach its first step, and for the processor time of each
             simulation.
         model_switches: switches to set on the script's model (`gradient_checkpointing`); others

@@ -86,7 +86,7 @@ class FakeParameters:
         """Return whether stage 3 partitions a model's parameters while the script makes it.
 
         True if the script used `zero.Init`, or if transformers knew a DeepSpeed configuration when
-        it made the model. The current stage does not matter: a candidate's would replace it.
+        it made the model. The current stage does not matter: a candidate's stage replaces it.
         """
         made = self._made_by_transformers
         return self._opened_zero_init or any(module in made for module in model.modules())
@@ -95,7 +95,7 @@ class FakeParameters:
         """Patch torch and DeepSpeed now, and transformers now or at its import."""
         self._replace(torch.nn.Parameter, "__new__", self._new_parameter)
         self._replace(torch.nn.Module, "register_buffer", self._register_buffer)
-        self._replace(torch.nn.Module, "_apply", _apply)
+        self._replace(torch.nn.Module, "_apply", convert_in_place)
         self._replace(FakeTensor, "__deepcopy__", lambda _: _copied)
         for name in _INITIAL_VALUES:
             self._replace(torch, name, self._initial_values)
@@ -192,7 +192,7 @@ class FakeParameters:
     def _replace_zero_init(self) -> None:
         """Make `zero.Init` only record its use: it would leave the script with empty parameters.
 
-        Uses with `enabled=False` count, too: scripts derive it from the stage, which may be 0 here.
+        `enabled=False` counts as use, too: scripts derive it from the stage, which may be 0 here.
         """
         module: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
 
@@ -217,7 +217,7 @@ def _in_constructor(frame: Any) -> bool:
     return False
 
 
-def _apply(original: Callable[..., Any]) -> Callable[..., Any]:
+def convert_in_place(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `Module._apply` (`to`, `bfloat16`, ...): torch cannot swap fake parameters."""
 
     @functools.wraps(original)

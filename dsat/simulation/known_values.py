@@ -24,7 +24,7 @@ from dsat.simulation.fake_parameters import value_of
 from dsat.simulation.operands import by_name, tensors_in
 
 aten = torch.ops.aten
-_MOST_FLOATS = 2**12  # elements: positions in an image, say, but no activations
+_MOST_FLOATS = 2**12  # elements; enough for positions in an image, too few for activations
 _UNINITIALISED = ("aten::empty", "aten::new_empty", "prims::empty")
 _REAL = "_dsat_real"  # attribute of a fake tensor that holds its values
 _COMPARISONS = {getattr(aten, name).Scalar for name in ("gt", "ge", "lt", "le", "eq", "ne")}
@@ -86,9 +86,9 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return out
 
     def _moved(self, func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the arguments of an operator.
+        """Return the arguments of an operator, with a fake tensor for a real one that it copies.
 
-        If it copies a real tensor, make this fake: the target device may not exist.
+        The device to which it copies may not exist.
         """
         if func is aten._to_copy.default and not isinstance(args[0], FakeTensor):
             return (self.from_tensor(args[0]), *args[1:])
@@ -167,7 +167,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _forget_parts(out: Any, inputs: Iterable[Any]) -> None:
-        """Forget the values of results whose inputs are unknown, such as partly constant ones."""
+        """Forget the values of results with unknown inputs, even if a part of them is constant."""
         own = {id(tensor) for tensor in tensors_in(inputs)}
         for tensor in tensors_in([out]):
             if id(tensor) not in own and hasattr(tensor, _REAL):

@@ -36,8 +36,8 @@ _FREE = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided set_ resize_ _unsafe_view "
     "is_pinned record_stream _local_scalar_dense".split()
 )
-# Operators that write their first argument without reading it; and operators that read only a part
-# of an argument, as large as the result.
+# Operators that write their first argument without reading it; and operators that read only as many
+# elements of an argument as they return.
 _OVERWRITES = frozenset("copy_ zero_ fill_".split())
 _GATHERS = frozenset("embedding index_select gather index nll_loss_forward".split())
 _COLLECTIVES = {  # by a part of their names

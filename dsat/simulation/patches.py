@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from dsat.simulation import named_cuda
 from dsat.simulation.attention import attention
-from dsat.simulation.fake_parameters import is_scripts
+from dsat.simulation.fake_parameters import convert_in_place, is_scripts
 from dsat.simulation.protocol import SimulationUnsupported
 from dsat.simulation.rank_views import RankViews
 from dsat.simulation.storage_tracker import StorageTracker
@@ -35,10 +35,10 @@ FAKE_GROUP = "fake"  # backend of torch.testing, whose collectives do nothing
 
 
 class FunctionRules(TorchFunctionMode):
-    """Mode that replaces four things in calls of torch's functions.
+    """Mode that changes calls of torch's functions.
 
-    The script's tensors become fake tensors, its micro batch the candidate's, CUDA's device the
-    simulation's, and torch's attention `dsat.simulation.attention`.
+    The script's tensors become fake tensors, `numbers` are replaced, CUDA becomes the simulation's
+    device, and torch's attention becomes `dsat.simulation.attention`.
 
     Attributes:
         numbers: integers that are replaced in arguments; see `Captured.numbers_for`.
@@ -104,6 +104,8 @@ def apply(tracker: StorageTracker, device_type: str, ranks: int) -> None:
         module: Any = importlib.import_module(f"deepspeed.runtime.{name}")
         module.assert_ints_same_as_other_ranks = lambda *args, **kwargs: None
     _trust_vocabulary_shards()
+    # torch would swap fake parameters for new ones, which lack DeepSpeed's attributes.
+    torch.nn.Module._apply = convert_in_place(torch.nn.Module._apply)  # type: ignore[method-assign]
     # Fake tensors have no address, and DeepSpeed checks alignment.
     torch.Tensor.data_ptr = lambda self: 0  # type: ignore[method-assign]
     # `record_stream` only delays the reuse of memory.
@@ -118,7 +120,7 @@ def apply(tracker: StorageTracker, device_type: str, ranks: int) -> None:
 
 
 def _trust_vocabulary_shards() -> None:
-    """Skip the comparison of AutoTP's vocabulary shards, whose sizes a fake collective cannot move.
+    """Skip the check of AutoTP's vocabulary shards: fake collectives do not exchange their sizes.
 
     Earlier versions of DeepSpeed divide no vocabulary.
     """
@@ -237,7 +239,7 @@ def ulysses_groups(module: torch.nn.Module, *, size: int, micro_batch: int) -> A
 
     kernel = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if kernel is None:
-        raise SimulationUnsupported("sequence parallelism of a model that is not from transformers")
+        raise SimulationUnsupported("sequence parallelism of a model from outside transformers")
     deepspeed.comm.init_distributed(get_accelerator().communication_backend_name())
     return UlyssesSPAttentionHF.register_with_transformers(
         module,
@@ -248,7 +250,7 @@ def ulysses_groups(module: torch.nn.Module, *, size: int, micro_batch: int) -> A
 
 
 def _patch_moves(tracker: StorageTracker, device_type: str) -> None:
-    """Patch `Module.to`: tensors parked on the host (see `StorageTracker`) count on the device."""
+    """Patch `Module.to`: moved tensors are no longer parked on the host (see `StorageTracker`)."""
     original = torch.nn.Module.to
 
     def to(self: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:

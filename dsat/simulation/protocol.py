@@ -18,7 +18,7 @@ from dsat.values.parallelism import Parallelism
 SCRIPT_FILE = "script.json"
 QUESTIONS = "question-*.json"
 QUESTION_FILE, ANSWER_FILE = "question-{:06}.json", "answer-{:06}.json"  # in order of questions
-WALL_FACTOR = 5  # limit of a simulation's wall-clock time, as a multiple of its processor time's
+WALL_FACTOR = 5  # limit of a simulation's wall-clock time, as a multiple of that of processor time
 
 
 class SimulationUnsupported(Exception):
@@ -65,7 +65,7 @@ class ScriptFacts(NamedTuple):
 
     Attributes:
         sequence_length: tokens per sample of its first batch; None if samples are other data.
-        model_takes: positions of the model; 0 if it has none.
+        model_takes: maximum number of positions of the model; 0 if unknown.
         is_quadratic: whether attention stores a value for each pair of tokens, so that memory grows
             with the square of the length.
         sizes: fields of `ModelFacts` that need no simulation: sizes of parameters,

@@ -11,8 +11,8 @@ activations, is the script's own. The child answers and ends when the script cal
 `engine.backward`, or `engine.step` after `loss.backward()`. Candidates with `activations_only` run
 the model without an engine.
 
-Batch data are recognised by their first dimension, so the script runs with a micro batch that is an
-unlikely size of anything else (`CAPTURED_MICRO_BATCH`); see `Captured.shape_for`.
+Batch data are recognised by their first dimension, so the script runs with a micro batch that is
+unlikely to be another size (`CAPTURED_MICRO_BATCH`); see `Captured.shape_for`.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class _FakeDevice:
     def fakes_of(self, batch: Any) -> Any:
         """Return a batch with fake tensors.
 
-        `FunctionRules` would miss the inputs of an autograd function: reentrant checkpointing, say.
+        `FunctionRules` cannot replace inputs of autograd functions, as in reentrant checkpointing.
         """
         with torch._C.DisableTorchFunction():
             return self.rules.adopted(batch)

@@ -61,9 +61,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note(kind)
 
     def peak(self, phase: str, kind: str = DEVICE) -> int:
+        """Return the peak of a kind of memory in a phase, in bytes."""
         return self._peaks.get((phase, kind), 0)
 
     def current(self, kind: str = DEVICE) -> int:
+        """Return the present size of a kind of memory, in bytes."""
         return self._bytes[kind]
 
     # -- storages

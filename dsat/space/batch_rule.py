@@ -22,7 +22,7 @@ class BatchRule:
         divisible_by: micro batches are multiples of this.
         micro_batches: the only micro batches to try; empty for no such limit.
         min_micro_batch, max_micro_batch: inclusive bounds; None for `LARGEST_MICRO_BATCH`.
-        max_train_batch_size: if given, gradient accumulation fills the global batch up to this.
+        max_train_batch_size: if given, accumulation fills the global batch up to this size.
     """
 
     slots_per_trial: int
@@ -60,9 +60,9 @@ class BatchRule:
         )
 
     def admits(self, batch: BatchTriple) -> bool:
-        """Return whether batch sizes obey `divisible_by` and the limits of the global batch.
+        """Return whether batch sizes obey `divisible_by` and the constraints on the global batch.
 
-        Limits of the micro batch are not checked.
+        The bounds and the list of micro batches are not checked.
         """
         if self.train_batch_size not in (None, batch.train_batch_size):
             return False
@@ -72,7 +72,7 @@ class BatchRule:
         return batch.micro_batch % self.divisible_by == 0
 
     def _micro_batches_of(self, train_batch_size: int) -> set[int]:
-        """Return all divisors of the samples of one of `most_groups` groups; empty if unequal."""
+        """Return the divisors of `train_batch_size / most_groups`; empty if that is no integer."""
         per_slot, rest = divmod(train_batch_size, self.most_groups)
         most = 0 if rest else min(math.isqrt(per_slot), LARGEST_MICRO_BATCH)
         small = [d for d in range(1, most + 1) if per_slot % d == 0]

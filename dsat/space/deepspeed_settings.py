@@ -55,7 +55,7 @@ def _always(_: Situation) -> bool:
 
 
 def never(_: Situation) -> bool:
-    """Let a setting be searched on request only (`--search`, or a list of values)."""
+    """Condition of settings that are searched on request only (`--search`, or listed values)."""
     return False
 
 
@@ -76,19 +76,19 @@ class Setting:
     """A setting of DeepSpeed that a search may choose.
 
     Attributes:
-        key: dotted path inside `zero_optimization`, such as `offload_param.pin_memory`; from the
-            top of the configuration if its first part is in `TOP_LEVEL` or `TOP_SECTIONS`.
+        key: dotted path inside `zero_optimization`, such as `offload_param.pin_memory`; a path from
+            the top of the configuration if it begins with one of `TOP_LEVEL` or `TOP_SECTIONS`.
         values: DeepSpeed's default first.
-        stages: ZeRO stages that read it.
-        when: condition under which it can have an effect in these stages.
+        stages: ZeRO stages that read the setting.
+        when: condition under which the setting can have an effect in these stages.
         elements: whether values count parameters; all values above the model's number of
             parameters are equivalent.
-        unasked: condition for searching it without `--search`; `never` if it changes what is
-            computed, or seldom helps.
-        divides_slots: whether values are numbers of devices, which must divide a trial's.
-        is_later: whether it was added after the last release of dsat. Its default is left out of
-            fingerprints, so older runs resume. Not searched by default if it is unknown whether the
-            installed DeepSpeed has it.
+        unasked: condition for searching the setting without `--search`; `never` if it changes what
+            is computed, or seldom helps.
+        divides_slots: whether values are numbers of devices, which must divide a trial's devices.
+        is_later: whether dsat added the setting after its last release. Fingerprints leave out its
+            default, so that older runs can resume. It is searched without `--search` only if the
+            installed DeepSpeed is known to have it.
     """
 
     key: str
@@ -111,7 +111,7 @@ class Setting:
         """Return the values that suit the devices of a trial."""
         if not self.divides_slots:
             return self.values
-        if self.key in PARALLELISM:  # inside a host, because it communicates activations
+        if self.key in PARALLELISM:  # only inside a host, because activations are communicated
             most = math.gcd(situation.slots_per_host or situation.slots, situation.heads)
             return tuple(v for v in self.values if most % v == 0)
         of_host = situation.slots_per_host
@@ -351,9 +351,9 @@ SETTING_NAMES = tuple(dict.fromkeys((*(k.key for k in SETTINGS), *SECTIONS, *SWI
 
 
 def defaults(stage: int, *, later: bool = False) -> dict[str, Any]:
-    """Return a stage's defaults of the `SETTINGS` that are direct keys of `zero_optimization`.
+    """Return the defaults of a stage's `SETTINGS` that are direct keys of `zero_optimization`.
 
-    `later` selects the settings with `Setting.is_later`, False selects all others.
+    With `later`, return only settings with `Setting.is_later`; otherwise, only the others.
     """
     own = [k for k in SETTINGS if stage in k.stages and k.is_later is later]
     own = [k for k in own if k.path == f"zero_optimization.{k.key}" and "." not in k.key]

@@ -26,8 +26,8 @@ class Point:
     """A configuration of a space.
 
     Attributes:
-        branch: position of its strategy in `Space.branches`.
-        index: index of its settings in the branch; see `Branch.settings`.
+        branch: position of the strategy in `Space.branches`.
+        index: index of the settings in the branch; see `Branch.settings`.
         micro_batch: samples of a micro step; usually one of `Space.micro_batches`.
     """
 
@@ -52,8 +52,8 @@ class Locator:
             script_args: values of the script's switches; missing ones have the script's own values.
 
         Returns:
-            The point, None if the space has no branch for its strategy; and whether neither a
-            setting nor a batch size differs from it.
+            The point, or None if the space does not have the strategy; and whether the trial has
+            exactly the settings and batch sizes of the point.
         """
         config = ds_config.prepare_for_training(self._space.freedom.base_config, overrides)
         strategies = list(self._space.strategies)
@@ -83,7 +83,7 @@ class Locator:
 
     @functools.cache  # noqa: B019  (a locator lives as long as its run)
     def _flat_values(self, number: int) -> list[list[dict[str, Any]]]:
-        """Return the flat configuration with each value of each searched setting of a branch."""
+        """Return a flat configuration for each value of each searched setting of a branch."""
         branch = self._space.branches[number]
         return [
             [self._flat_of(branch.settings(stride * digit)) for digit in range(len(values))]
@@ -118,12 +118,12 @@ def _distance(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
 
 
 def canonical_config(config: Mapping[str, Any], *, num_params: int | None = None) -> dict[str, Any]:
-    """Return a DeepSpeed configuration in canonical form: equivalent configurations are equal.
+    """Return a DeepSpeed configuration in a canonical form, equal for equivalent configurations.
 
-    It contains ZeRO's defaults, except of `Setting.is_later`, and no parallelism of size 1.
+    It contains ZeRO's defaults, except for `Setting.is_later`, and no parallelism of size 1.
 
     Args:
-        num_params: if given, the upper limit of sizes in elements, such as buckets.
+        num_params: if given, larger sizes in elements, such as buckets, are replaced by it.
     """
     found = dict(config)
     shared = parallelism.of_config(config)

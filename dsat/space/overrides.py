@@ -51,10 +51,9 @@ def strategy_settings(
     *,
     moves_to_host: bool = False,
 ) -> dict[str, Any]:
-    """Return the flat settings besides `stage` that a strategy needs in the user's configuration.
+    """Return the flat settings, except `stage`, that give the user's configuration a strategy.
 
-    They switch off configured offloading that the strategy lacks, and what DeepSpeed refuses in its
-    stage.
+    They also switch off settings that DeepSpeed refuses in the strategy's stage.
 
     Args:
         nvme_path: folder into which offloading to NVMe may write.
@@ -62,7 +61,7 @@ def strategy_settings(
     """
     zero = config.get("zero_optimization") or {}
     own = of_config(config, 3)
-    is_own = strategy.stage > 0 and strategy == of_config(config)  # perhaps with NVMe for the host
+    is_own = strategy.stage > 0 and strategy == of_config(config)  # where NVMe may mean the host
     settings: dict[str, Any] = {}
     for section, wanted in strategy.offloading.items():
         if is_own or wanted == own.offloading[section]:
@@ -76,8 +75,8 @@ def strategy_settings(
     if _refuses_scattering(strategy.stage, config):
         settings["reduce_scatter"] = False
     if strategy.stage == 3 != of_config(config).stage and zero.get(GATHER) is not True:
-        # Only saving reads this, and the script expects whole weights. Outside stage 3, the user's
-        # `false` means nothing, because accelerate writes it.
+        # Only saving reads this, and the script expects whole weights. With another stage, the
+        # user's `false` means nothing, because accelerate writes it.
         settings[GATHER] = True
     is_scripts_own = not (moves_to_host or config.get("optimizer"))
     own_offloads = of_config(config).offload_optimizer != NONE and FORCE in config

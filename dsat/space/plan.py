@@ -28,7 +28,7 @@ _LABELS = {
     "search_options": "option of the search",
     "switches": "the script's switch",
     "defaults": "DeepSpeed's default of",
-    "offload_helps": "devices with memory of their own",
+    "offload_helps": "devices with separate memory",
     "measured.program": "the command, its arguments, hyperparameters or argument mappings",
     "measured.steps": "profile steps (start, end, most)",
     "measured.device": "device",
@@ -48,7 +48,7 @@ _WRITERS: Mapping[str, Callable[[Any], str]] = {
     "slot_memory_bytes": write_memory_size,
     "listed_switches": _write_switches,
 }
-# Fields that may differ when a run is resumed. Of these, the run keeps its own `longest_s`.
+# Fields that may differ when a run is resumed. The resumed run keeps its earlier `longest_s`.
 _MAY_DIFFER = ("max_trials", "finals", "indifference", "longest_s", "faulty_stages")
 
 
@@ -59,7 +59,7 @@ class Plan(Recorded, BatchRule, Freedom):
     Attributes:
         method: a name of `dsat.search.SEARCHES`.
         max_trials: number of trials allowed, including the profile and the finals.
-        faulty_stages: stages that the installed DeepSpeed refuses or trains wrongly; excluded.
+        faulty_stages: excluded stages, which the installed DeepSpeed refuses or trains wrongly.
         slot_memory_bytes: memory limit of a device; None for all its memory.
         memory_model: how memory is predicted, one of `MEMORY_MODELS`.
         max_seq_length: longest sequence of the data in tokens; None if not given.
@@ -115,7 +115,7 @@ class Plan(Recorded, BatchRule, Freedom):
         return {key: its for key, its in self.measured.items() if both or key != "device"}
 
     def difference(self, earlier: Plan) -> str | None:
-        """Return the first difference to an earlier plan, `FIELD was X, now Y`, or None.
+        """Return the first difference from an earlier plan, `FIELD was X, now Y`, or None.
 
         Differences in `_MAY_DIFFER` do not count.
         """
@@ -128,7 +128,7 @@ class Plan(Recorded, BatchRule, Freedom):
 
 
 def difference_of(name: str, earlier: Any, today: Any) -> str:
-    """Describe the first difference of two values of a field, such as `FIELD was X, now Y`."""
+    """Describe the first difference between two values of a field: `FIELD was X, now Y`."""
     write = _WRITERS.get(name)
     if write is not None:
         earlier, today = (_ABSENT if value is None else write(value) for value in (earlier, today))
@@ -143,7 +143,7 @@ def difference_of(name: str, earlier: Any, today: Any) -> str:
 
 
 def first_difference(was: Any, now: Any) -> tuple[list[str], str, str]:
-    """Return the path of keys to the first difference of two values, and both values there."""
+    """Return the path of keys to the first difference between two values, and the values there."""
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         for key in dict.fromkeys([*was, *now]):
             if key not in was or key not in now:

@@ -27,7 +27,7 @@ class Branch:
     """A strategy and all settings that may be tried with it.
 
     Attributes:
-        base: settings that all of its configurations have; flat, as in a proposal.
+        base: flat settings that all configurations of the branch have.
         searched: names and values of searched settings. A setting's first value is the user's or
             DeepSpeed's default, or a smaller bucket if devices have little memory.
     """
@@ -43,7 +43,7 @@ class Branch:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """For each searched setting, how much its next value adds to the index of `settings`."""
+        """Step of the index in `settings` from one value to the next, for each searched setting."""
         counts = [len(values) for _, values in self.searched]
         return tuple(math.prod(counts[:position]) for position in range(len(counts)))
 
@@ -56,12 +56,12 @@ class Branch:
         return [self.settings(0)]
 
     def values_in(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the value of each searched setting in flat settings; None if it is missing."""
+        """Return the value of each searched setting in `settings`; None for a missing one."""
         both = {size: settings.get(size) for size in PARALLELISM}
         return {key: both if key == _BOTH_SIZES else settings.get(key) for key, _ in self.searched}
 
     def settings(self, index: int) -> dict[str, Any]:
-        """Return the settings with an index; index 0 has the first value of every setting."""
+        """Return the settings at an index; at 0, every searched setting has its first value."""
         chosen = {"stage": self.strategy.stage, **self.base}
         for key, values in self.searched:
             index, digit = divmod(index, len(values))
@@ -77,13 +77,13 @@ class Freedom:
         base_config: the user's DeepSpeed configuration, with the user's overrides applied.
         tune, fix: settings of `--search`, and of `--keep`.
         choices: the only values to try, by setting.
-        switches: switches of the script that its arguments show, with the user's value.
+        switches: switches of the script that the user's arguments set, with their values.
         listed_switches: values of further switches, from the user or the launcher. The first is the
             script's own value, or None if that is unknown.
         offload_helps: whether devices have separate memory, which offloading relieves.
         slots_per_host: devices per host if a trial needs several hosts; else 0.
-        defaults: the installed DeepSpeed's defaults, by path; empty if unknown. Settings that are
-            not among them are unsupported, and searched on request only.
+        defaults: the installed DeepSpeed's defaults, by path; empty if unknown. Other settings are
+            unsupported, and searched on request only.
     """
 
     base_config: Mapping[str, Any] = field(default_factory=dict)
@@ -98,15 +98,15 @@ class Freedom:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def parallelism(self, settings: Mapping[str, Any] | None = None) -> Parallelism:
-        """Return the parallelism of flat settings; the user's sizes replace missing ones."""
+        """Return the parallelism of flat settings; missing sizes are the user's."""
         return parallelism.of_settings(settings or {}, parallelism.of_config(self.base_config))
 
     @property
     def fixed(self) -> tuple[str, ...]:
         """Settings that are not searched.
 
-        They are the settings of `--keep`, and what the user set in `zero_optimization` to another
-        value than "auto", unless `--search` or `choices` free them.
+        They are the settings of `--keep`, and those that the user's `zero_optimization` sets to a
+        value other than "auto", unless they are in `--search` or `choices`.
         """
         zero = self.base_config.get("zero_optimization") or {}
         freed = {"stage", *self.tune, *self.choices}
@@ -124,13 +124,13 @@ class Space:
         slots: devices of a trial.
         gas: gradient accumulation steps, unless a global batch size decides them.
         train_batch_size: exact global batch size; None if it is free.
-        max_train_batch_size: accumulation fills the global batch up to this size; None if it does
+        max_train_batch_size: size up to which accumulation fills the global batch; None if it does
             not.
         num_params: parameters of the model, beyond which sizes are equivalent; None if unknown.
         found_switches: switches found in the script, with their values.
         heads: attention heads of the model; 0 if unknown.
-        roomy_bucket: limit of the default buckets' sizes, in elements, in the first settings of a
-            branch; None for no limit.
+        roomy_bucket: limit of the bucket sizes, in elements, in the first settings of a branch;
+            None for no limit.
         moves_to_host: see `OwnOptimizer`.
     """
 
@@ -153,7 +153,7 @@ class Space:
         return searched_switches(self.freedom, self.found_switches)
 
     def script_args(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the switches that a trial sets: those that differ from the script's own."""
+        """Return the switches that a trial sets, because their values are not the script's own."""
         searched = self.searched_switches
         return {
             name: value
@@ -166,6 +166,7 @@ class Space:
         return tuple(_branch(strategy, self) for strategy in self.strategies)
 
     def batch(self, micro_batch: int, settings: Mapping[str, Any] | None = None) -> BatchTriple:
+        """Return the batch sizes; raise ValueError if the micro batch exceeds the global batch."""
         shared = self.freedom.parallelism(settings)
         own = int((settings or {}).get(GAS, self.gas))
         gas = self.accumulation(micro_batch, shared.data(self.slots), own)
@@ -176,7 +177,7 @@ class Space:
 
         Args:
             groups: number of data-parallel groups.
-            own: accumulation steps of the settings, if no global batch size decides them.
+            own: accumulation steps to return unless a global batch size decides them.
         """
         step = micro_batch * groups
         if self.train_batch_size is not None:
@@ -225,7 +226,7 @@ def _branch(strategy: Strategy, space: Space) -> Branch:
         slots_per_host=freedom.slots_per_host,
         heads=space.heads,
     )
-    # The most promising come first, because a search may compare only the first changes.
+    # The most promising settings come first, because a search may compare only the first changes.
     switches = space.searched_switches.items()
     searched = [(n, v) for n, v in switches if _matters(n, situation, freedom)]
     base = strategy_settings(strategy, config, freedom.nvme_path, moves_to_host=space.moves_to_host)
@@ -263,7 +264,7 @@ def _is_switch_searched(name: str, values: Sequence[Any], freedom: Freedom) -> b
 
 
 def _matters(name: str, situation: Situation, freedom: Freedom) -> bool:
-    """Return whether a switch can have an effect, or was requested and needs no offloading."""
+    """Return whether a switch can have an effect here, or was requested and needs no offloading."""
     known = SWITCHES.get(name)
     if known is None or (name in freedom.tune and not known.offloading):
         return True
@@ -276,10 +277,10 @@ def _with_parallelism(
 ) -> list[tuple[str, tuple[Any, ...]]]:
     """Return the settings with only those parallelism sizes that divide the devices and the batch.
 
-    Tensor and sequence parallelism become one setting. They exclude each other: AutoTP replaces the
-    groups that Ulysses passes (`_configure_tensor_parallel_states` of runtime/engine.py, DeepSpeed
-    0.19.8). With Ulysses, attention kernels are not searched, because Ulysses works inside the
-    model's own kernel.
+    Tensor and sequence parallelism become one setting, because they exclude each other: AutoTP
+    replaces the groups that Ulysses passes (`_configure_tensor_parallel_states` of
+    runtime/engine.py, DeepSpeed 0.19.8). With Ulysses, which works inside the model's own attention
+    kernel, other kernels are not searched.
     """
     sizes = {key: values for key, values in settings if key in PARALLELISM}
     if not sizes:
@@ -343,7 +344,7 @@ def _with_first(first: Any, values: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _useful_values(setting: Setting, situation: Situation, space: Space) -> tuple[Any, ...]:
-    """Return the values worth trying; of the sizes beyond the model's, only the smallest.
+    """Return the values worth trying; of sizes beyond the whole model, only the smallest.
 
     If the default bucket exceeds `roomy_bucket`, a smaller one comes first.
     """

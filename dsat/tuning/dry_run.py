@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +13,7 @@ from dsat.run.tuner import Tuner
 from dsat.space.plan import Plan
 from dsat.tuning.preparation import Prepared
 from dsat.values.format import count
-from dsat.values.text import hide_secrets_in_words, printable
+from dsat.values.text import redacted_command
 from dsat.values.trial import Trial
 
 
@@ -34,7 +33,7 @@ def describe_plan(ready: Prepared) -> Iterator[str]:
         f"accumulation {own.gas} x {groups}"
     )
     yield from ready.notes
-    command = printable(shlex.join(hide_secrets_in_words(ready.program.command())))
+    command = redacted_command(ready.program.command())
     yield f"trial 0 ({first.name}) starts {count(plan.slots_per_trial, 'rank')} of: {command}"
     changes = json.dumps(first.overrides)
     yield f"trial 0 overrides values of {ready.experiment.ds_config_name}: {changes}"

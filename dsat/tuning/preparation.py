@@ -6,7 +6,6 @@ import contextlib
 import functools
 import logging
 import os
-import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +38,7 @@ from dsat.tuning.command_line import CommandLine
 from dsat.tuning.settings import Settings
 from dsat.values import hazards, slow
 from dsat.values.files import digest
-from dsat.values.text import hide_secrets_in_words
+from dsat.values.text import redacted_command
 
 # Why each trial runs the user's command again, after ranks that dsat itself started had failed.
 FAILED_BY_THEMSELVES = "when dsat started them in an earlier trial, they failed"
@@ -147,8 +146,7 @@ def _prepare(
     in_use: dict[str, str] = {}
     if is_recorded and not settings.resume:
         in_use = accelerators.variables_of_memory_in_use()  # by other processes than the command
-        shown = shlex.join(hide_secrets_in_words(settings.command))
-        _log.info("running your command as it is: %s", shown)
+        _log.info("running your command as it is: %s", redacted_command(settings.command))
         first = source.first_run(settings.trial_options(), settings.slots)
         acquired.callback(first.close)
         source = source.complete_from_record(first)

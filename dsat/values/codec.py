@@ -61,7 +61,7 @@ def encode(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [encode(inner) for inner in value]
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return int(value)  # one of numpy
+        return int(value)  # an integer of numpy
     return value
 
 

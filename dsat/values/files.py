@@ -1,4 +1,4 @@
-"""Files that are written atomically and that only their owner can read; caches; digests."""
+"""Writing of files atomically and for their owner only; caches; digests."""
 
 from __future__ import annotations
 

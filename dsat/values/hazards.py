@@ -38,18 +38,18 @@ class Hazard:
         versions: affected versions, as a specifier.
         kind: one of `KINDS`: gradients are wrong, only their reported norm is wrong, training is
             slow, or training fails.
-        stages: ZeRO stages that it affects.
-        precisions: number formats that it affects; empty for all.
-        good: the first version known not to have it.
+        stages: affected ZeRO stages.
+        precisions: affected number formats; empty for all.
+        good: the first version known not to have the fault.
         sources: GitHub threads, `owner/name#number`.
-        accumulates: whether it occurs only with gradient accumulation.
-        several_ranks: whether it occurs only with several ranks.
-        on_cpu: whether it occurs only on CPU cores.
-        setting: path and value of a setting without which it does not occur; empty if none.
+        accumulates: whether the fault occurs only with gradient accumulation.
+        several_ranks: whether the fault occurs only with several ranks.
+        on_cpu: whether the fault occurs only on CPU cores.
+        setting: path and value of a setting without which the fault does not occur; empty if none.
         unseen: a further condition, which the configuration does not show.
         checked: results of dsat's own trainings with affected versions.
-        pair_s: seconds that it adds to a backward pass, divided by the square of the number of
-            trained parameter tensors.
+        pair_s: seconds that the fault adds to a backward pass, divided by the square of the number
+            of trained parameter tensors.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Hazard:
         return ", ".join([*parts, *([f"if {self.unseen}"] if self.unseen else [])])
 
     def describe(self, version: str) -> str:
-        """Return two sentences: this fault in a version, and a version without known faults."""
+        """Return two sentences: the fault in this version, and a version without known faults."""
         sources = f" ({', '.join(self.sources)})" if self.sources else ""
         return (
             f"DeepSpeed {version} in {self.condition}: {self.effect}{sources}. "

@@ -23,7 +23,7 @@ _MEMORY_V1 = ("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactiv
 def usable_cores() -> list[int]:
     """Return the hardware threads that this process may use.
 
-    If a quota of processor time allows fewer, these are the first ones.
+    If a quota of processor time allows fewer, return only the first ones.
     """
     threads = sorted(os.sched_getaffinity(0))
     return threads[: max(1, min(_cpu_quotas(), default=len(threads)))]
@@ -78,8 +78,8 @@ def _stat_bytes(path: Path, name: str) -> int:
 def _control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
     """Yield the folder of each control group of this process, and whether it is of version 2.
 
-    The own group comes first, then the groups above it. `controller` selects the hierarchy in
-    version 1; version 2 has only one.
+    The process's own group comes first, then the groups above it. `controller` selects one of the
+    hierarchies of version 1; version 2 has only one hierarchy.
     """
     try:
         lines = (PROC / "self" / "cgroup").read_text().splitlines()

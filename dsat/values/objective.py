@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric that a search can optimise: the field of `Metrics` with the same name.
+    """A metric that a search can optimise; its value is the field of the same name in `Metrics`.
 
     Attributes:
         unit: printed after a value.
-        has_interval: whether its relative confidence interval equals the latency's.
+        has_interval: whether its relative confidence interval is that of the latency.
         of_time: whether it is a time or a rate, so that the `model` search can predict it.
         has_prefix: whether large values get a prefix, as in `1.2 TFLOP/s`.
         autotuner_names: other names in DeepSpeed's `autotuning` section.

@@ -154,8 +154,8 @@ class OwnOptimizer:
     Attributes:
         kind: name of its class; empty if unknown.
         by_element: whether it updates each element independently of the parameter's shape. If not,
-            it trains differently in stage 0 and with ZeRO, which flattens parameters. It is False
-            for DeepSpeed's Muon with clipping, because ZeRO clips its updates.
+            stage 0 trains differently from the other stages, which flatten parameters. False for
+            DeepSpeed's Muon with clipping, because ZeRO clips Muon's updates.
         moves_to_host: whether accelerate replaces it by DeepSpeed's CPU optimizer when offloading.
     """
 
@@ -181,8 +181,8 @@ class ModelProfile(Recorded):
         batch_dimensions: index of the batch dimension of each input of the model, by the input's
             path in the arguments (`1.input_ids`); only where it is certain.
         device_name: name of the device in its driver; empty if it has none.
-        fed_instead: this trial's `micro_batch`, and the number of `rows` that all inputs had in its
-            place; empty if they had `micro_batch` rows, or differed from each other.
+        fed_instead: this trial's `micro_batch`, and the number of `rows` that all inputs had
+            instead; empty if they had `micro_batch` rows, or different numbers of rows.
         parallelism: parallelism of the trial that measured these facts.
         attention_heads: number of heads; None if the model's configuration has no such field.
         hidden_size: hidden size, from which a Trainer computes "auto" settings; None if unknown.
@@ -288,7 +288,7 @@ class Outcome(Recorded):
         fixed_batch: the number of samples that the script feeds regardless of the configured micro
             batch; None if it follows the configuration, or unknown.
         batch_flag: the script's flag that sets `fixed_batch`, such as `--batch-size`; empty if
-            none. After an error: a flag that kept the user's micro batch, unlike the trial.
+            none. After an error: a flag that had the user's micro batch instead of the trial's.
         accumulation_flag: in the trial that profiles, the script's flag that repeats the user's
             accumulation steps, such as `--grad_accum`; empty if none.
         flag_leads: whether these flags must precede all other arguments, because the script has

@@ -72,7 +72,7 @@ def of_config(config: Mapping[str, Any]) -> Parallelism:
 
 
 def of_settings(settings: Mapping[str, Any], own: Parallelism) -> Parallelism:
-    """Return the parallelism in a proposal's settings; `own` has missing sizes."""
+    """Return the parallelism of flat settings; missing sizes are those of `own`."""
     return Parallelism(
         _size(settings.get(TENSOR_SIZE, own.tensor)),
         _size(settings.get(SEQUENCE_SIZE, own.sequence)),

@@ -141,8 +141,8 @@ def _denotes_secret(name: str, value: str) -> bool:
 def _known_secrets(command: tuple[str, ...], variables: int) -> tuple[str, ...]:
     """Return the secrets in a command and in the environment, the longest first.
 
-    Left out are paths, and what may be an ordinary word. `variables` is the number of environment
-    variables, with which the secrets may change.
+    Paths and words that may be ordinary are left out. `variables` is the number of environment
+    variables: a new number makes a new entry in the cache.
     """
     found = set()
     for words in (command, " ".join(command).split()):  # also inside of `bash -c '...'`
@@ -227,13 +227,18 @@ def shell_word(text: str) -> str:
     return f"$'{_UNPRINTABLE.sub(_as_bytes, text)}'"
 
 
+def redacted_command(words: Iterable[str]) -> str:
+    """Return a command for a shell, with `***` in place of its secrets."""
+    return " ".join(map(shell_word, hide_secrets_in_words(words)))
+
+
 def _as_bytes(found: re.Match[str]) -> str:
     """Return the escapes of a character's bytes; a surrogate stands for a byte of a file name."""
     return "".join(f"\\x{byte:02x}" for byte in found[0].encode("utf-8", "surrogateescape"))
 
 
 def assignment(name: str, value: str, origin: str = "your command") -> str:
-    """Return `NAME=value` for a shell; a secret value becomes `"${NAME:?as in ORIGIN}"`."""
+    """Return `NAME=value` for a shell, with `"${NAME:?as in ORIGIN}"` for a secret value."""
     shown = f"{name}={value}"
     is_open = hide_secrets(shown) == shown and not (value and is_secret(name, value))
     return f"{name}={shell_word(value) if is_open else _required_variable(name, origin)}"
@@ -251,7 +256,7 @@ def _has_secret(text: str) -> bool:
 
 
 def _named(words: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield each word without the secret that a name denotes, and that name, or ""."""
+    """Yield each word without its secret, and the name that denotes the secret (or "")."""
     flag, count = "", 0
     for word in words:
         is_flag = word.startswith("--") and not _DASHED_KEY.match(word)

@@ -12,8 +12,8 @@ from dsat.values.codec import Recorded
 from dsat.values.outcome import StepFacts
 from dsat.values.parallelism import DATA_ONLY, Parallelism
 
-# Measuring the minimum number of steps may take this many times the time limit, because one or two
-# steps give no confidence interval.
+# The minimum number of steps is measured even if this takes up to this multiple of the time limit,
+# because one or two steps give no confidence interval.
 FEWEST_MAY_TAKE = 3.0
 
 
@@ -56,8 +56,8 @@ class BatchTriple:
     def config(self) -> dict[str, int | None]:
         """Return the batch sizes under DeepSpeed's keys.
 
-        The global batch size is None if devices share samples, because DeepSpeed 0.19.8 checks it
-        against different group sizes in its engine and in stage 3, and the Trainer uses a third.
+        The global batch size is None if devices share samples, because the engine and stage 3 of
+        DeepSpeed 0.19.8, and the Trainer, compute it with different numbers of groups.
         """
         is_plain = self.parallelism == DATA_ONLY
         return {
@@ -74,8 +74,8 @@ class TrialOptions(Recorded):
     Attributes:
         timeout_s: time limit of a trial, from its start on the devices.
         start_step, end_step: first and last optimizer step to measure, counted from 1.
-        max_steps: most steps to measure, if the confidence interval remains too wide to tell
-            whether the trial beats the best so far.
+        max_steps: most steps to measure, while the confidence interval is too wide to tell whether
+            the trial beats the best so far.
         slot_memory_bytes: memory that a device may use, if less than it has.
         own_micro_batch: micro batch of the user's own configuration, by which a rank recognises a
             script that ignores its trial's configuration; None if unknown.
@@ -132,7 +132,7 @@ class Trial(KnownBefore, Recorded):
         predicted_bytes: predicted peak memory of a device; None without a prediction.
         batch_flag: flag of the script that must also get the micro batch; empty if none.
         accumulation_flag: flag that must also get the accumulation steps; empty if none.
-        flag_leads: whether these flags must precede all other arguments.
+        flag_leads: whether both flags must precede all other arguments.
     """
 
     id: int
@@ -161,9 +161,9 @@ class Trial(KnownBefore, Recorded):
 
     @property
     def profiles(self) -> bool:
-        """Return whether the first step counts parameters, FLOPs and activations.
+        """Return whether the trial's first step counts parameters, FLOPs and activations.
 
-        True for the first trial of a run, and for the PROFILE trials that follow if it fails.
+        This is so for the first trial of a run, and for PROFILE trials, which follow if it fails.
         """
         own_first = self.kind is TrialKind.BASELINE and self.id == 0
         return own_first or self.kind is TrialKind.PROFILE

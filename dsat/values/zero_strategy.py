@@ -55,7 +55,7 @@ class Strategy:
 
     @property
     def offloaded(self) -> int:
-        """Number of states that are offloaded: none, the optimizer's, or also the parameters."""
+        """Number of offloaded kinds of state: optimizer states, parameters, both or none."""
         return (self.offload_optimizer != NONE) + (self.offload_param != NONE)
 
     @property
@@ -86,8 +86,8 @@ def plain(*stages: int) -> tuple[Strategy, ...]:
 def of_config(config: Mapping[str, Any], stage: int | None = None) -> Strategy:
     """Return the strategy of a DeepSpeed configuration, optionally with another stage.
 
-    Offloading that the stage does not support is dropped. Stages 1 and 2 store optimizer states on
-    the host where NVMe is configured (zero/stage_1_and_2.py:221, 0.19.8).
+    Offloading that the stage does not support is dropped. In stages 1 and 2, NVMe for optimizer
+    states means the host, as in DeepSpeed (zero/stage_1_and_2.py:221, 0.19.8).
     """
     zero = config.get("zero_optimization") or {}
     if stage is None:

@@ -97,7 +97,7 @@ def test_a_trial_has_slots_of_one_host_or_whole_hosts() -> None:
     for slots in (1, 3, 4, 8, 12):
         check_slots(several, slots, where="--slots")
     for slots in (6, 16):
-        with pytest.raises(UserInputError, match="up to 4, or a multiple of it up to 12"):
+        with pytest.raises(UserInputError, match="a multiple of 4, up to 12"):
             check_slots(several, slots, where="--slots")
 
 

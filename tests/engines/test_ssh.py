@@ -180,7 +180,7 @@ def test_a_hostfiles_machines_are_the_hosts(
     assert main(["model", "--dry-run", "--", *alone]) == 0
     assert "on 1 host (far) with 2 CPU cores (test, 8 GiB), 2 devices" in capsys.readouterr().out
     assert main(["model", "--slots", "3", "--dry-run", "--", *command]) == 2
-    assert "up to 2, or a multiple of it up to 4" in capsys.readouterr().err
+    assert "on whole hosts (a multiple of 2, up to 4)" in capsys.readouterr().err
     Path("hosts").write_text("far slots=5\nhead slots=5\n")
     assert main(["model", "--dry-run", "--", *command]) == 2
     told = "--hostfile: chooses devices 0, 1, 2, 3, 4 of host head, but it has 4 CPU cores (test, "

@@ -213,7 +213,7 @@ def test_batch_sizes_that_dsat_did_not_see_make_a_trial_invalid(tmp_path: Path, 
     found = rank_of(tmp_path, f"print(dsat.get_hf_args_with_overwrites({args}, HPARAMS))")
     [told] = found.told
     assert told["kind"] == "INVALID"
-    said = "runs with --per_device_train_batch_size 2, but dsat took 8"
+    said = "runs with --per_device_train_batch_size 2, but dsat assumed 8"
     assert (said in told["message"]) is (size == 2), told
 
 

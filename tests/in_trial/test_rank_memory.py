@@ -13,6 +13,7 @@ from testing.local import PATIENCE_S
 pytestmark = pytest.mark.slow
 
 LIMITED = """
+import resource
 import subprocess
 import sys
 
@@ -24,7 +25,7 @@ from dsat.in_trial.adapters.trial import TRIAL, Phase
 
 
 def compiled(self, verbose=True):
-    subprocess.run([sys.executable, "-c", "bytearray(2**31)"], check=True)
+    subprocess.run([sys.executable, "-c", f"bytearray({limit})"], check=True)
     return "the operator"
 
 
@@ -34,6 +35,7 @@ TRIAL.phase = Phase.TRAINING  # which has no files to protect
 plain = {"absolute_name": None, "sources": None}
 builder = type("Operator", (OpBuilder,), plain)("operator")
 memory_limit.limit_memory(BUDGET)
+limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
 """
 
 

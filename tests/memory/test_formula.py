@@ -16,6 +16,7 @@ from dsat.memory import closed_form
 from dsat.prepare.simulated_model import simulate
 from dsat.simulation.protocol import Question
 from testing import warm_command, warm_host
+from testing.versions import of_closed_form
 
 
 @pytest.mark.nightly
@@ -52,10 +53,17 @@ _WITH_FEW_LIVE = {"stage3_max_live_parameters": 10**6, "stage3_max_reuse_distanc
             {"offload_optimizer": _ON_HOST, "offload_param": _ON_HOST, "reduce_bucket_size": 10**6},
             1,
             0.1,
+            marks=of_closed_form,
             id="gradient",
         ),
         # It is gathered whole, whatever the limit: else the formula would be 8 % too low.
-        pytest.param({**_WITH_FEW_LIVE, "reduce_bucket_size": 10**6}, 1, 0.02, id="parameter"),
+        pytest.param(
+            {**_WITH_FEW_LIVE, "reduce_bucket_size": 10**6},
+            1,
+            0.02,
+            marks=of_closed_form,
+            id="parameter",
+        ),
         # Optimizer state that stays on the device: else the formula would be a third too low.
         pytest.param(
             {"offload_optimizer": {"device": "cpu", "ratio": 0.5}, "sub_group_size": 10**6},
@@ -64,7 +72,7 @@ _WITH_FEW_LIVE = {"stage3_max_live_parameters": 10**6, "stage3_max_reuse_distanc
             id="ratio",
         ),
         # AutoTP divides linear layers alone: else the formula would be a quarter too low.
-        pytest.param({"stage": 1}, 2, 0.06, id="with AutoTP"),
+        pytest.param({"stage": 1}, 2, 0.06, marks=of_closed_form, id="with AutoTP"),
     ],
 )
 def test_what_is_larger_than_its_limit_is_held_whole(

@@ -23,6 +23,7 @@ from unittest import mock
 import pytest
 
 import dsat
+from dsat.values.outcome import ScriptSwitch
 from testing.local import wait_until
 from testing.scenarios import Harm, Terminal, User
 from testing.started import Told
@@ -81,6 +82,19 @@ def test_every_trial_has_a_line(ran: tuple[User, Told]) -> None:
         assert speed in line and f" {row[MICRO]} " in line
     assert text.count("(best)") == text.count("(yours)") == 1
     assert user.types("show", "run", "--trials", "--json").json == told.trials
+
+
+def test_the_line_of_a_trial_has_its_other_changes(tmp_path: Path) -> None:
+    switches = {"dataloader_num_workers": ScriptSwitch((0, 2), in_arguments=True)}
+    user = User(tmp_path, World(switches=switches))
+    user.has({MICRO: 2})
+    told = user.tunes("--max-trials", 8, "--zero-stages", 0, method="gridsearch")
+    text = user.types("show", "run", "--trials").out
+    for row in told.trials:
+        [line] = [x for x in text.splitlines() if row["name"] in x.split()]
+        changed = row["script_args"].get("dataloader_num_workers") == 2
+        assert ("dataloader_num_workers 0 -> 2" in line) is changed
+    assert "0 -> 2" in text
 
 
 def test_one_trial_is_shown_in_full(ran: tuple[User, Told]) -> None:

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from packaging.version import Version
 
 from dsat.simulation.attention import Kernel, attention, kernel_for
 
@@ -23,6 +24,8 @@ def test_the_kernel_is_the_one_that_torch_takes(
     key = value = torch.zeros(2, key_heads, 8, head)
     added = None if mask == "none" else torch.zeros(1, 4, 8, 8, requires_grad=mask == "trained")
     gqa = key_heads < 4
+    if gqa and Version(torch.__version__) < Version("2.7"):
+        pytest.skip("torch before 2.7 shares no heads on a CPU")
     real = torch._fused_sdp_choice(query, key, value, added, dropout_p, enable_gqa=gqa)
     found = kernel_for(query, key, value, added, dropout_p, enable_gqa=gqa)
     assert (found is Kernel.FLASH) is (real == FLASH)

@@ -21,6 +21,7 @@ from dsat.values.text import (
     hide_secrets_in_words,
     is_secret,
     printable,
+    redacted_command,
     shell_line,
 )
 
@@ -189,6 +190,7 @@ def test_a_shell_gets_the_bytes_of_every_file_name() -> None:
     assert printable(line) == line
     printed = ["bash", "-c", f"printf '%s\\n' {line}"]
     assert subprocess.check_output(printed) == b"".join(name + b"\n" for name in names)
+    assert redacted_command([*map(os.fsdecode, names), f"--token={KEY}"]) == f"{line} '--token=***'"
     assert assignment("X", os.fsdecode(b"\xe9")) == r"X=$'\xe9'"
 
 

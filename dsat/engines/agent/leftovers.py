@@ -121,7 +121,7 @@ def unlink_shared_memory(file: Path, *ports: int) -> None:
     """Unlink the shared memory, 66 MiB per rank, that DeepSpeed's CPU backend leaves behind.
 
     Its name contains the trial's port (csrc/cpu/comm/shm.cpp). `file` lists more ports, one a line.
-    It may be missing, or hold other text that a script wrote.
+    The file may be missing, or contain other text that a script wrote.
     """
     lines = [str(port) for port in ports]
     with contextlib.suppress(OSError, ValueError):

@@ -87,7 +87,7 @@ class _Group:
 
     Attributes:
         request: the launch request.
-        done: file after whose appearance the ranks may run `done_grace_s`; None once it was seen.
+        done: when this file appears, the ranks have `done_grace_s` to end; None afterwards.
         pidfds: by PID, descriptors that become readable when a rank ends; none before Linux 5.3.
     """
 

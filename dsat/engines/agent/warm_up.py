@@ -41,7 +41,7 @@ def warm_up(modules: Sequence[str], device: Mapping[str, str]) -> str:
     os.environ["TORCH_WARM_POOL"] = "0"  # ranks do not inherit this variable
     # OpenBLAS starts its threads when numpy is imported, and ends them itself before a fork.
     threads_before = count = _num_threads()
-    starters: dict[threading.Thread, str] = {}  # the importing module by thread of Python
+    starters: dict[threading.Thread, str] = {}  # the importing module of each Python thread
     natives: list[str] = []  # modules whose imports increased the number of threads
     python_class: Any = threading.Thread
     start = python_class.start
@@ -85,7 +85,7 @@ def _importing_module() -> str:
 def _check_fork_safe(accelerator: str, device: Mapping[str, str]) -> str:
     """Return why a forked process cannot use a device; empty if it can, or on a CPU.
 
-    An import can silently prevent that, for example if it asks for the number of devices.
+    An import can silently make it impossible, for example by asking for the number of devices.
     """
     if accelerator == "cpu" or "torch" not in sys.modules:
         return ""

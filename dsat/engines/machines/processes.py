@@ -96,7 +96,7 @@ class RemoteProcess:
                 while data := self._call("read", self._number):
                     pipe.write(data)
             status, text = self._call("wait", self._number)
-        except (Exception, SystemExit) as error:  # Ray raises it once it has shut down
+        except (Exception, SystemExit) as error:  # Ray raises SystemExit after its shutdown
             line = traceback.format_exception_only(error)[0].splitlines()[0]
             status, text = _LOST, f"{line}\n".encode()
         os.write(self._errors, text)

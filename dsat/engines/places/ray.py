@@ -78,7 +78,7 @@ def reserved(
     Args:
         address: address of the cluster; None for one that Ray finds, or a new one on this machine.
         nodes: number of nodes; None to choose.
-        slots: slots of each node; None to choose. If both numbers are set, wait for them.
+        slots: slots of each node; None to choose. If both are set, wait until so many are free.
         kind: kind of accelerator; empty to choose.
 
     Raises:

@@ -71,7 +71,7 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
     """Return the hosts with these names; the host of this process, if named, comes first.
 
     Raises:
-        UserInputError: ssh is missing, fails or asks for input; or two names are of this machine;
+        UserInputError: ssh is missing, fails or asks for input; or two names mean this machine;
             or ranks on other hosts cannot reach a host.
         EngineError: `ssh -G` fails.
     """
@@ -117,7 +117,7 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
 
 
 def _identify_all(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return two words that identify each host, from a command after the host's prefix.
+    """Return two words that identify each host, by a command run with the host's prefix.
 
     Raises:
         UserInputError: a host does not answer, or ssh needs a password.
@@ -185,5 +185,5 @@ def _way_to(name: str, port: int | None) -> tuple[str, bool]:
     is_direct = options.get("port") in (None, "22") and not _PROXIES & options.keys()
     try:
         return str(socket.getaddrinfo(host, None, socket.AF_INET)[0][4][0]), is_direct
-    except (OSError, UnicodeError):  # only other hosts resolve it, or it is no name of a host
+    except (OSError, UnicodeError):  # only other hosts resolve the name, or it is invalid
         return host, is_direct

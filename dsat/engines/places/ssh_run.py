@@ -45,7 +45,7 @@ def _run(name: str, port: int | None, command: Sequence[str]) -> int:
     begin = "exec " + shlex.join([sys.executable, "-I", "-S", "-c", _BEGIN])
     process = subprocess.Popen([*ssh_to(name, port), begin], stdin=subprocess.PIPE, bufsize=0)  # noqa: S603
     assert process.stdin is not None
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # only ssh holds it now, so readers see its end
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # only ssh holds it now, so readers see ssh end
     start = {"cwd": os.getcwd(), "env": dict(os.environ), "command": list(command)}
     data = json.dumps(start).encode() + b"\n"
     with contextlib.suppress(BrokenPipeError):

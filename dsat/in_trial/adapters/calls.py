@@ -66,9 +66,10 @@ class Adapter(NamedTuple):
 
 
 def entrance(adapter: Adapter, owner: Any = None) -> Callable[..., Any]:
-    """Return a `wrapt` wrapper: it calls the adapter's wrapper in its phases, else the function.
+    """Return a `wrapt` wrapper for an adapter.
 
-    `owner`: the object, if a method is wrapped in one object only and not in its class.
+    In the adapter's phases it calls the adapter's wrapper, in others the function. `owner`: the
+    object, if a method is wrapped in one object only and not in its class.
     """
     wrapper, phases = adapter.wrapper, frozenset(adapter.phases)
     name = f"{adapter.module.partition('.')[0]}.{adapter.attribute}"

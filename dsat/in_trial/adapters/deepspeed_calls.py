@@ -40,8 +40,8 @@ def initialize(call: Call) -> Any:
 def open_zero_init(call: Call) -> None:
     """Disable `zero.Init` below stage 3, unless a finished module is passed to it.
 
-    Scripts often open it because their own configuration has stage 3. Lower stages cannot train a
-    model that it has partitioned. Libraries (`from_pretrained`) open it only in stage 3, so they
+    Scripts often open `zero.Init` because their own configuration has stage 3, but lower stages
+    cannot train a partitioned model. Libraries (`from_pretrained`) open it only in stage 3, so they
     need no warning.
     """
     trial = call.trial

@@ -183,7 +183,7 @@ def serve(call: Call) -> None:
 
 
 def write_user_code(call: Call) -> None:
-    """Copy no model code into checkpoints: only a cluster's containers have its source folder."""
+    """Copy no model code into checkpoints: its folder exists only in a cluster's containers."""
     if call.trial.task is None:
         call.proceed()
 

@@ -19,7 +19,7 @@ from dsat.in_trial.adapters.user_files import UserFiles, absolute
 NOT_CHANGED = "trials do not change older files: {} did nothing"
 NOT_SAVED = "checkpoints are neither saved, loaded nor deleted in trials: {} did nothing"
 NOT_LOADED = (
-    "{} loaded only the client state: other ZeRO stages cannot load model and optimizer states"
+    "{} loaded only the client state, because saved models and optimizers fit only one stage"
 )
 INSTEAD = "trials do not change older files: the script's output goes to the trial's folder"
 _BESIDE = ("dir_fd", "src_dir_fd", "dst_dir_fd")  # folder descriptors, which `shutil.rmtree` passes
@@ -111,7 +111,7 @@ def read(call: Call) -> Any:
 def save(name: str, position: int) -> Callable[..., Any]:
     """Return a wrapper for a function that writes the file or folder named by an argument.
 
-    Before the engine is made, the function does write: the script may prepare data for itself.
+    Before the engine is made, the function writes, because the script may be preparing its data.
     """
 
     def save_model(call: Call) -> Any:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # imports torch
 
 NO_CPU_RANKS = (
     "accelerate treats each rank on a CPU as the only one. dsat corrects this, but only in runs "
-    "that dsat starts"
+    "that it starts"
 )
 
 NO_DEEPSPEED = (
@@ -153,8 +153,8 @@ def check_arguments(call: Call) -> Any:
 def check_plugin(call: Call) -> Any:
     """Use the trial's configuration in accelerate's DeepSpeed plugin.
 
-    A later plugin with a configuration of its own keeps it, because it is for another model.
-    accelerate accumulates for all plugins alike, so only the accumulation steps follow.
+    A later plugin keeps its own configuration, which is for another model. Only its accumulation
+    steps become the trial's, because accelerate accumulates for all plugins alike.
     """
     importlib.import_module("deepspeed")  # makes this process a rank
     settings, plugin = call.trial.trainer, call.owner

@@ -55,7 +55,7 @@ class _Adapted(_FunctionWrapper):  # type: ignore[misc]
 
 @functools.cache
 def install() -> None:
-    """Wrap the functions of `TABLE` when their modules are imported, or now if they are already.
+    """Wrap the functions of `TABLE` when their modules are imported, or now if they already are.
 
     Call this before other imports: modules that imported a function by name keep the original.
     """
@@ -67,7 +67,7 @@ def begin(folder: Path, *, is_below_rank: bool = False) -> None:
     """Activate the adapters for the trial in a folder.
 
     If the first run only records how ranks start, the folder has no specification. In a process
-    that a rank started (`is_below_rank`), only those act that protect files.
+    that a rank started (`is_below_rank`), only the adapters that protect files are active.
     """
     install()
     TRIAL.folder = folder

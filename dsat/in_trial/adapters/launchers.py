@@ -31,8 +31,8 @@ def add_argument(call: Call) -> Any:
 def parse_arguments(call: Call) -> Any:
     """Record the script's flags.
 
-    A parser with subcommands knows its flags only in front of the subcommand, which has a parser
-    for the arguments behind it.
+    If a parser has subcommands, its own flags must precede the subcommand: another parser reads
+    what follows.
     """
     leads = call.owner._subparsers is not None
     for action in call.owner._actions:

@@ -13,20 +13,20 @@ _LIMITS = ("limit_train_batches", "val_check_interval")  # whole numbers count m
 def set_up(call: Call) -> Any:
     """Set the Trainer's `accumulate_grad_batches` to the trial's accumulation steps.
 
-    By this number Lightning counts optimizer steps, to end the training and to schedule the
-    learning rate. Limits in micro batches change with it, so they allow as many optimizer steps as
-    before. The wrapper runs before Lightning makes the optimizer and the schedule (lightning 2.6).
+    From this number, Lightning counts optimizer steps to end the training and to schedule the
+    learning rate. Limits in micro batches are scaled to allow as many optimizer steps as before.
+    The wrapper runs before Lightning makes the optimizer and the schedule (lightning 2.6).
     """
     trial, trainer = call.trial, call.argument("trainer", 0)
     # With manual optimization the module counts steps, and Lightning refuses accumulation.
     if trial.config is not None and trainer.lightning_module.automatic_optimization:
         gas = int(trial.config["gradient_accumulation_steps"])
         given, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, gas
-        # Lightning refuses it in a file, which the strategy has read already.
+        # Lightning refuses this setting in a file, which the strategy has already read.
         in_file = (call.owner.config or {}).pop("gradient_accumulation_steps", None)
         if in_file is not None or given != gas:
             trial.warn(OTHER_ACCUMULATION)
-        # A flag may already have given the trial's value; the limits still are for the user's own.
+        # A flag may already have set the trial's value, while the limits still fit the user's own.
         own_steps = trial.trainer.trial.own_steps
         own = own_steps.gas if given == gas and own_steps is not None else given
         if own != gas:

@@ -38,7 +38,7 @@ def _mlflow_folder(folder: Path) -> str:
 def disable_reports(arguments: dict[str, Any]) -> None:
     """Disable an engine's monitors, profilers and printed reports.
 
-    A configuration that is a dict is changed in place: the script may later read it.
+    A dict is changed in place, because the script may read it later.
     """
     passed = config_injection.passed_config(arguments)
     if passed is None:
@@ -51,7 +51,7 @@ def disable_reports(arguments: dict[str, Any]) -> None:
     if not off:  # DeepSpeed itself reads a file that needs no change
         return
     config.update(off)
-    if arguments.get(passed.name) is not config:  # it is a file's content
+    if arguments.get(passed.name) is not config:  # the content of a file
         arguments.update({**config_injection.drop_config(arguments), "config": config})
 
 

@@ -94,6 +94,7 @@ class RunningTrial:
         trainer: `TrainerSettings` for the Trainer of transformers, and for accelerate's plugin.
         task: the `LocalTask` whose information determined's adapters return; else None.
         script_flags: flags of all parsers that have parsed arguments, by name.
+        local_rank: default for the script's `--local_rank`; None keeps the script's own.
     """
 
     phase: Phase = Phase.INERT

@@ -122,7 +122,7 @@ class UserFiles:
     def instead_of(self, given: Any, mode: str) -> Any:
         """Return the path to open: the trial's copy of a file, or else the given path.
 
-        A file has a copy if it is older than the trial and the script has changed it, or does now.
+        Opening a file older than the trial for writing makes the copy, which is then also read.
         """
         path = absolute(given)
         if path is None:

@@ -35,7 +35,7 @@ class OneDevice : public c10::impl::DeviceGuardImplInterface {
 class Hooks : public at::PrivateUse1HooksInterface {
  public:
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  bool isAvailable() const { return true; }  // torch 2.9 asks; older versions declare none
+  bool isAvailable() const { return true; }  // called by torch 2.9; older versions lack it
 };
 
 c10::impl::DeviceGuardImplRegistrar guard(kType, new OneDevice());
@@ -43,7 +43,7 @@ const bool hooked = (at::RegisterPrivateUse1HooksInterface(new Hooks()), true);
 
 }  // namespace dsat
 
-// Autograd passes the operators of a device without kernels of its own on.
+// Autograd forwards the operators of this device, which has no autograd kernels.
 TORCH_LIBRARY_IMPL(_, AutogradPrivateUse1, library) {
   library.fallback(torch::CppFunction::makeFallthrough());
 }
