@@ -171,8 +171,8 @@ class RunView:
     def trial_table(self) -> Table:
         """Return a table of all trials that have begun.
 
-        "other changes" lists how they differ from the user's own configuration besides stage and
-        batch sizes, if any trial does.
+        The column "other changes" lists differences from the user's own configuration, besides
+        stage and batch sizes. It is left out if it would be empty.
         """
         headings = ("trial", "micro batch", "gas", "result", "memory predicted", "memory used")
         others = [self._other_changes(view.trial) for view in self.trials]
