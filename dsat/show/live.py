@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table as RichTable
@@ -79,7 +80,13 @@ class LiveView(Observer):
         self._shown = cells, lines
         bar = RichTable.grid()  # a bar outside a table does not end its line
         bar.add_row(ProgressBar(total=run.plan.max_trials, completed=len(view.ended), width=60))
-        table = terminal.rich_table(
-            Table(("trial", "result"), cells, names=("trial",)), self._console.width
-        )
-        self._live.update(Group(table, bar, *map(terminal.as_text, lines)), refresh=True)
+        below: list[RenderableType] = [bar, *map(terminal.as_text, lines)]
+        self._live.update(self._fit(cells, below), refresh=True)
+
+    def _fit(self, cells: Sequence[tuple[str, str]], below: Sequence[RenderableType]) -> Group:
+        """Return the table of the latest trials that the terminal's height allows."""
+        table = Table(("trial", "result"), cells, names=("trial",))
+        shown = Group(terminal.rich_table(table, self._console.width), *below)
+        if len(cells) > 1 and len(self._console.render_lines(shown)) >= self._console.height:
+            return self._fit(cells[1:], below)
+        return shown

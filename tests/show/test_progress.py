@@ -37,6 +37,17 @@ def test_the_time_left_is_that_of_the_trials_that_are_left(
         assert high <= 40 * count * shorter + 40
 
 
+@pytest.mark.slow
+def test_a_low_terminal_shows_fewer_trials_and_all_lines_below_them(user: User) -> None:
+    """Results wrap here, so 12 trials need more lines than the terminal has."""
+    user.pause_s = 0.02
+    words = user.words("--max-trials", 20, "--finals", 0, method="random", shown=True)
+    shown = user.types(*words, harm=Harm(terminal=Terminal(60, 24)))
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.out)
+    assert "at most 1 more trial" in text
+    assert [line for line in re.split("[\r\n]+", text) if line.strip() == "..."] == []
+
+
 def test_what_a_trial_compiles_is_shown_with_the_time_that_it_takes(tmp_path: Path) -> None:
     assert progress.describe_activity(tmp_path / "t1") == "waits for devices"
     assert progress.describe_activity(tmp_path) == "starts"
