@@ -216,7 +216,7 @@ def choose_machines(
     if nodes is not None:
         if nodes > len(found):
             raise UserInputError(
-                f"{_NODES} {nodes}: the hostfile ({path}) leaves only {len(found)} machines",
+                f"{_NODES} {nodes}: the hostfile ({path}) has only {len(found)} usable machines",
                 where=_WHERE,
             )
         found = dict(itertools.islice(found.items(), nodes))
