@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from dsat.in_trial.losses import FIRST_STEPS, LAST_STEPS
 from dsat.values.outcome import Outcome, OutcomeKind
@@ -117,7 +118,7 @@ def scaled(engine: Any) -> None:
 def checkpointed(engine: Any) -> None:
     """Run a checkpointed function, which has its own backward pass."""
     weights = torch.ones((), requires_grad=True)
-    torch.utils.checkpoint.checkpoint(lambda x: x * 5, weights, use_reentrant=True).backward()
+    checkpoint(lambda x: x * 5, weights, use_reentrant=True).backward()
 
 
 def evaluated(engine: Any) -> None:
