@@ -216,7 +216,7 @@ def choose_machines(
     if nodes is not None:
         if nodes > len(hosts):
             raise UserInputError(
-                f"{_NODES} {nodes}: the hostfile ({path}) leaves only {len(hosts)} machines",
+                f"{_NODES} {nodes}: the hostfile ({path}) has only {len(hosts)} usable machines",
                 where=_WHERE,
             )
         hosts = dict(itertools.islice(hosts.items(), nodes))

@@ -230,8 +230,8 @@ class Meter:
         if self._other_steps > _TIMES_AS_LONG * self.spec.options.end_step * self.spec.gas:
             seen = count(self.steps_seen, "optimizer step")
             raise InvalidTrial(
-                f"the engine that trains first ended after {seen}, and another one continues. dsat "
-                "measures the first one: skip that short training in the command for dsat"
+                f"the script's first engine stopped after {seen}, and another engine trains on. "
+                "dsat measures the first: change the command so that it skips this short training"
             )
 
     def _take(self, marks: StepMarks, skipped: bool) -> None:

@@ -142,10 +142,11 @@ class Rank:
             install.adapt_models()
         elif spec.meter is not None and spec.threads is not None and not spec.own:
             limit_to_host()
-        # With --model, the script is a module of dsat.
-        what = "the model" if spec.program.module.startswith("dsat.") else "your script"
-        what = "your command" if spec.is_command else what
-        TRIAL.progress.set_activity(f"{what} runs, up to its first optimizer step")
+        what = "your command" if spec.is_command else "your script"
+        activity = f"{what} runs, up to its first optimizer step"
+        if spec.program.module.startswith("dsat."):  # with --model
+            activity = "building the model on fake tensors, to count parameters and activations"
+        TRIAL.progress.set_activity(activity)
         self._known, self._env = set(sys.modules), dict(os.environ)
 
     def _adapt_libraries(self) -> None:

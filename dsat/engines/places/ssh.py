@@ -155,7 +155,7 @@ def _identify(name: str, process: subprocess.Popen[str]) -> list[str]:
     keys = ": accept the host's key, and run ssh-copy-id"
     is_refused = any(refusal in why for refusal in _REFUSALS)
     raise UserInputError(
-        f"ssh does not reach host {name} without a prompt: {why}",
+        f"ssh cannot log in to host {name} without a prompt: {why}",
         where="--hostfile",
         hint=f"`{command}` must work{keys if is_refused else ''}.",
     )
