@@ -39,14 +39,14 @@ def write_files(view: RunView, results_dir: Path, exps_dir: Path | None, command
         if command:
             files[results_dir / OPTIMAL_COMMAND_FILE] = command + "\n"
     folders = [results_dir] if exps_dir is None else [results_dir, exps_dir]
-    for each in view.trials if exps_dir is not None else ():
+    for row in view.trials if exps_dir is not None else ():
         experiment = {
-            "name": each.trial.name,
-            "ds_config": view.plan.config(each.trial.overrides),
+            "name": row.trial.name,
+            "ds_config": view.plan.config(row.trial.overrides),
             "num_gpus": view.plan.slots_per_trial,
             "num_nodes": 1,
         }
-        files[folders[-1] / f"{each.trial.name}.json"] = json.dumps(experiment, indent=2) + "\n"
+        files[folders[-1] / f"{row.trial.name}.json"] = json.dumps(experiment, indent=2) + "\n"
     path = results_dir
     try:
         for path in folders:

@@ -60,24 +60,24 @@ class Section:
 
     def apply(self, settings: Settings) -> Settings:
         """Return settings with the section's values; options that the user gave take precedence."""
-        given = settings.given
-        values = {name: value for name, value in self.values.items() if name not in given}
+        explicit = settings.given
+        values = {name: value for name, value in self.values.items() if name not in explicit}
         method = values.get("method", settings.method)
-        if values.pop("fast", False) and "fix" not in given:
+        if values.pop("fast", False) and "fix" not in explicit:
             values["fix"] = tuple(name for name in SETTING_NAMES if name not in settings.tune)
         if "arg_mappings" in self.values:
             values["arg_mappings"] = {**self.values["arg_mappings"], **settings.arg_mappings}
-        if "train_batch_size" in given and settings.train_batch_size != ANY:
+        if "train_batch_size" in explicit and settings.train_batch_size != ANY:
             values.pop("max_train_batch_size", None)
         elif "max_train_batch_size" in values:
             values["train_batch_size"] = None
-        if "end_profile_step" in values and "max_profile_steps" not in given:
+        if "end_profile_step" in values and "max_profile_steps" not in explicit:
             start = values.get("start_profile_step", settings.start_profile_step)
             measured = values["end_profile_step"] - start + 1
             values["max_profile_steps"] = max(settings.max_profile_steps, measured)
-        own = {name: values.pop(name) for name in _SEARCH_OPTIONS if name in values}
-        options = {k: own.get(k, usual) for k, usual in usual_options(method).items()}
-        options |= {k: v for k, v in settings.search_options.items() if k in given}
+        search_values = {name: values.pop(name) for name in _SEARCH_OPTIONS if name in values}
+        options = {k: search_values.get(k, usual) for k, usual in usual_options(method).items()}
+        options |= {k: v for k, v in settings.search_options.items() if k in explicit}
         return replace(
             settings, **values, search_options=options, given={**self.keys, **settings.given}
         )
@@ -102,16 +102,16 @@ def _folder(value: Any, where: str) -> Path:
     return Path(value)
 
 
-def _one_of(known: Mapping[str, str]) -> Callable[[Any, str], str]:
+def _one_of(names: Mapping[str, str]) -> Callable[[Any, str], str]:
     def read_name(value: Any, where: str) -> str:
         name = value.strip() if isinstance(value, str) else ""
-        if name not in known:
+        if name not in names:
             raise UserInputError(
-                f"must be one of {', '.join(known)}, not {value!r}",
+                f"must be one of {', '.join(names)}, not {value!r}",
                 where=where,
-                hint=did_you_mean(name, known).strip(),
+                hint=did_you_mean(name, names).strip(),
             )
-        return known[name]
+        return names[name]
 
     return read_name
 
@@ -219,8 +219,8 @@ def read(config: Mapping[str, Any], *, where: str) -> Section | None:
 
 def _check_mappings(mappings: Mapping[str, str], config: Mapping[str, Any], where: str) -> None:
     """Raise UserInputError if a mapped setting looks like a misspelt key of the configuration."""
-    others = flat({key: value for key, value in config.items() if key != AUTOTUNING})
-    keys = {key for path in others for key in path.split(".")}
+    settings_outside = flat({key: value for key, value in config.items() if key != AUTOTUNING})
+    keys = {key for path in settings_outside for key in path.split(".")}
     settings = {*BATCH_KEYS, *keys, CHECKPOINTING}
     for setting in mappings:
         near = "" if setting in settings else did_you_mean(setting, settings)

@@ -27,11 +27,11 @@ class CommandLine:
 
     def resumed(self, folder: Path, *more: str) -> list[str]:
         """Return the words that resume the run; options in `more` override the user's."""
-        given = {word.partition("=")[0] for word in self.options}
-        options = [*self.options, *([] if "--resume" in given else ["--resume"])]
-        if "--run-dir" not in given:
+        names = {word.partition("=")[0] for word in self.options}
+        options = [*self.options, *([] if "--resume" in names else ["--resume"])]
+        if "--run-dir" not in names:
             options += ["--run-dir", str(folder)]
-        options += [word for word in more if word not in given]
+        options += [word for word in more if word not in names]
         if self.is_experiment:
             return [self.name, *self.target, *options]
         return [self.name, *options, *self.target]
@@ -46,13 +46,13 @@ def write_line(
     """
     if settings.method not in BUILT_IN or settings.engine not in ENGINE_NAMES:
         return None
-    by_keyword = {keyword: each for each in options for keyword in each.keywords}
+    options_by_keyword = {keyword: option for option in options for keyword in option.keywords}
     words = ["--method", settings.method]
     for keyword, value in given.items():
-        found = by_keyword[keyword].to_words(value)
-        if found is None:
+        option_words = options_by_keyword[keyword].to_words(value)
+        if option_words is None:
             return None
-        words += found
+        words += option_words
     if settings.config is None:
         return CommandLine(TUNE, tuple(words), settings.command)
     target = (str(settings.config), str(settings.model_dir))

@@ -24,13 +24,13 @@ def describe_plan(ready: Prepared) -> Iterator[str]:
     fixed = [key for key in plan.fixed if key not in plan.fix]
     if fixed:
         yield f"set by your configuration, so not searched: {', '.join(fixed)}"
-    others = "; ".join(strategy.label for strategy in fallbacks(plan))
-    if others:
-        yield f"if your configuration runs out of memory, dsat tries: {others}"
-    own, groups = plan.own_batch, plan.parallelism().groups(plan.slots_per_trial)
+    labels = "; ".join(strategy.label for strategy in fallbacks(plan))
+    if labels:
+        yield f"if your configuration runs out of memory, dsat tries: {labels}"
+    batch, groups = plan.own_batch, plan.parallelism().groups(plan.slots_per_trial)
     yield (
-        f"your global batch: {own.train_batch_size} = micro batch {own.micro_batch} x gradient "
-        f"accumulation {own.gas} x {groups}"
+        f"your global batch: {batch.train_batch_size} = micro batch {batch.micro_batch} x gradient "
+        f"accumulation {batch.gas} x {groups}"
     )
     yield from ready.notes
     command = redacted_command(ready.program.command())

@@ -117,7 +117,7 @@ class LocalSearch(Observer):
 
     def _drive(self, observers: Sequence[Observer]) -> None:
         ready, settings = self.ready, self.ready.settings
-        at_once = settings.max_concurrent_trials * ready.plan.slots_per_trial
+        most_slots = settings.max_concurrent_trials * ready.plan.slots_per_trial
         make_engine = ENGINES.get(settings.engine, local_engine)
         self._engine = make_engine(ready, self.folder)
         self._opened.callback(self._engine.close)
@@ -127,7 +127,7 @@ class LocalSearch(Observer):
             self._tuner,
             self._engine,
             [self, Narrator(_log_line), *observers],
-            max_slots=min(at_once, settings.max_slots or at_once),
+            max_slots=min(most_slots, settings.max_slots or most_slots),
             survey=self._survey,
         )
 
@@ -253,8 +253,8 @@ def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:
             "--train-batch-size to compare equal batches"
         )
     yield from (f"note: {note}" for note in ready.notes)
-    asked, done = plan.finals or 0, run.finals
-    if done is not None and done.over and not run.is_reopened and asked > done.used:
+    requested, finals = plan.finals or 0, run.finals
+    if finals is not None and finals.over and not run.is_reopened and requested > finals.used:
         yield (
             "warning: the finals of this run have finished, and --finals cannot extend them. For "
             "more finals, start a new run (--run-dir NEW_FOLDER)"
@@ -302,9 +302,9 @@ def _failure(run: Run, trials: Path) -> DsatError:
         hint = _blame(trial, outcome)
     elif outcome.kind is OutcomeKind.OOM and trial.kind is not TrialKind.SEARCH:
         hint = _does_not_fit(run)
-    which = f"trial {trial.id}" if trial.kind is TrialKind.SEARCH else name_of_trial(trial)
+    name = f"trial {trial.id}" if trial.kind is TrialKind.SEARCH else name_of_trial(trial)
     return SearchFailed(
-        f"{outcome.describe(which)}.{hint} Its logs are in {trials / trial.name}.",
+        f"{outcome.describe(name)}.{hint} Its logs are in {trials / trial.name}.",
         "" if outcome.kind is OutcomeKind.OOM else outcome.detail,
     )
 
@@ -331,12 +331,12 @@ def _does_not_fit(run: Run) -> str:
     ran = [run.trials[i].name for i, outcome in run.outcomes.items() if outcome.ok]
     if ran:
         return f" Only {ran[0]} ran, to profile the model: allow more trials (--max-trials)."
-    tried = [t.strategy for t in run.trials.values() if t.kind is TrialKind.PROFILE]
-    allowed = "" if 3 in run.plan.searched_stages else ", higher --zero-stages"
+    labels = [t.strategy for t in run.trials.values() if t.kind is TrialKind.PROFILE]
+    stages = "" if 3 in run.plan.searched_stages else ", higher --zero-stages"
     several = run.plan.slots_per_trial > 1
     recomputing = "" if run.plan.switches.get(CHECKPOINTING) else "activation checkpointing, "
     shared = ", --search tensor_parallel.autotp_size sequence_parallel_size" if several else ""
     return (
-        f" The model does not fit even at the smallest micro batch with {', '.join(tried)}. Use "
-        f"{recomputing}more devices{allowed}{shared}, or --nvme-path."
+        f" The model does not fit even at the smallest micro batch with {', '.join(labels)}. Use "
+        f"{recomputing}more devices{stages}{shared}, or --nvme-path."
     )

@@ -38,14 +38,14 @@ def all_options(method: str | None = None, engines: Iterable[str] = ()) -> Itera
     if method is not None:
         yield from options_of_search(method).values()
         return
-    named: dict[str, Option] = {}
+    by_keyword: dict[str, Option] = {}
     methods: dict[str, list[str]] = {}
     for name in SEARCHES:
-        for own in options_of_search(name).values():
-            named.setdefault(own.keyword, own)
-            methods.setdefault(own.keyword, []).append(name)
-    for keyword, own in named.items():
-        yield replace(own, help=f"({', '.join(methods[keyword])}) {own.help}")
+        for option in options_of_search(name).values():
+            by_keyword.setdefault(option.keyword, option)
+            methods.setdefault(option.keyword, []).append(name)
+    for keyword, option in by_keyword.items():
+        yield replace(option, help=f"({', '.join(methods[keyword])}) {option.help}")
 
 
 def make_settings(
@@ -66,43 +66,43 @@ def make_settings(
     Raises:
         UserInputError: the method or an option of it is unknown, or values contradict each other.
     """
-    left = dict(values)
-    method = left.get("method", DEFAULT_METHOD)
+    settings = dict(values)
+    method = settings.get("method", DEFAULT_METHOD)
     if method not in SEARCHES:
         raise UserInputError(
             f"invalid choice: {method!r} (choose from {', '.join(SEARCHES)})",
             where=given.get("method", "method"),
         )
-    of_methods = {own.keyword for name in SEARCHES for own in options_of_search(name).values()}
-    of_method = {own.keyword: name for name, own in options_of_search(method).items()}
-    own = usual_options(method)
-    for keyword in sorted(of_methods & left.keys()):
-        value = left.pop(keyword)
-        if keyword not in of_method:
+    method_keywords = {o.keyword for name in SEARCHES for o in options_of_search(name).values()}
+    names_by_keyword = {option.keyword: name for name, option in options_of_search(method).items()}
+    options = usual_options(method)
+    for keyword in sorted(method_keywords & settings.keys()):
+        value = settings.pop(keyword)
+        if keyword not in names_by_keyword:
             raise UserInputError(
                 f"is not an option of method {method}",
                 where=given.get(keyword, keyword),
                 hint="Remove it, or choose a method that has it.",
             )
-        own[of_method[keyword]] = value
+        options[names_by_keyword[keyword]] = value
     if unknown := sorted(set(search_options or {}) - parameters_of(method)):
-        known = ", ".join(sorted(parameters_of(method)))
+        names = ", ".join(sorted(parameters_of(method)))
         raise UserInputError(
-            f"method {method!r} takes no {unknown[0]!r} (choose from {known})",
+            f"method {method!r} takes no {unknown[0]!r} (choose from {names})",
             where="search_options",
         )
     try:  # convert to the values that a resumed run reads from its journal
         recorded = json.loads(json.dumps(encode(search_options or {}), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise UserInputError(f"cannot be recorded: {error}", where="search_options") from None
-    of_places = {one.keyword: left.pop(one.keyword, None) for one in places.options()}
+    place_values = {o.keyword: settings.pop(o.keyword, None) for o in places.options()}
     if keeps_batch:
-        if "max_train_batch_size" in left:
-            left.setdefault("train_batch_size", None)
-        left = {**_DEFAULTS_OF_TUNE, **left}
+        if "max_train_batch_size" in settings:
+            settings.setdefault("train_batch_size", None)
+        settings = {**_DEFAULTS_OF_TUNE, **settings}
     return Settings(
-        **left,
-        search_options={**own, **recorded},
-        place_options=places.given_options(of_places, left.get("engine", places.AUTO)),
+        **settings,
+        search_options={**options, **recorded},
+        place_options=places.given_options(place_values, settings.get("engine", places.AUTO)),
         given=given,
     )

@@ -63,18 +63,18 @@ def make_plan(
         listed.pop(GAS, None)
     decided = {**_values(settings, Plan), "train_batch_size": global_batch}
     decided["tune"], decided["fix"] = _expand_names(settings, known.get("defaults", {}))
-    of_launcher = known.pop("listed_switches", {})
-    decided["listed_switches"] = {**of_launcher, **_listed_switches(settings, args)}
+    launcher_switches = known.pop("listed_switches", {})
+    decided["listed_switches"] = {**launcher_switches, **_listed_switches(settings, args)}
     decided["zero_stages"] = tuple(settings.zero_stages or stages)
-    own_paths = (ds_config.at(base, path) for path in _NVME_PATHS)
-    decided["nvme_path"] = settings.nvme_path or next(filter(None, own_paths), None)
+    paths = (ds_config.at(base, path) for path in _NVME_PATHS)
+    decided["nvme_path"] = settings.nvme_path or next(filter(None, paths), None)
     # A time per optimizer step grows with the batch, unless the global batch is given.
     is_time = Objective(settings.metric).smaller_is_better
-    as_ancestor = settings.search_options.get("search_range_factor") is not None
+    like_ancestor = settings.search_options.get("search_range_factor") is not None
     plan = Plan(
         **decided,
         longest_s=LONGEST_S,
-        ramp=SEARCHES[settings.method].ramps and not as_ancestor and not (any_batch and is_time),
+        ramp=SEARCHES[settings.method].ramps and not like_ancestor and not (any_batch and is_time),
         slots_per_trial=slots,
         data_parallel=_data_parallel(base, slots, global_batch, tuned=decided["tune"]),
         base_config=base,
@@ -94,19 +94,19 @@ def drop_faulty_stages(plan: Plan, version: str | None, *, is_listed: bool) -> P
     The stage of the user's configuration stays; if the user listed stages (`is_listed`), all stay.
     """
     config, gas = plan.config({}), plan.own_batch.gas
-    own = hazards.find(version, training_with(config, gas, plan), *hazards.KINDS)
-    known = version or ""
-    for fault in own:
-        whose = "may have" if fault.unseen else "has"
-        _log.warning("your configuration %s a known fault: %s", whose, fault.describe(known))
+    user_faults = hazards.find(version, training_with(config, gas, plan), *hazards.KINDS)
+    shown_version = version or ""
+    for fault in user_faults:
+        verb = "may have" if fault.unseen else "has"
+        _log.warning("your configuration %s a known fault: %s", verb, fault.describe(shown_version))
     stage = read_strategy(config).stage
     accumulates = gas if plan.train_batch_size is None else max(gas, 2)
     faulty = []
     for other in plan.zero_stages:
         zero = {**(config.get("zero_optimization") or {}), "stage": other}
         training = training_with({**config, "zero_optimization": zero}, accumulates, plan)
-        found = hazards.find(version, training, hazards.GRADIENTS, hazards.FAILS)
-        reasons = [fault.describe(known) for fault in found if not fault.unseen]
+        faults = hazards.find(version, training, hazards.GRADIENTS, hazards.FAILS)
+        reasons = [fault.describe(shown_version) for fault in faults if not fault.unseen]
         if other < ds_config.least_stage(config, version):
             reasons.append("DeepSpeed refuses it with your types of gradients or optimizer states")
         if reasons and other != stage and not is_listed:
@@ -119,14 +119,14 @@ def check(settings: Settings) -> None:
     """Raise UserInputError for settings that are wrong for every script and device."""
     _expand_names(settings, {})
     _check_metric(settings)
-    given = settings.train_batch_size
+    size = settings.train_batch_size
     values = _values(settings, BatchRule)
-    values["train_batch_size"] = given if isinstance(given, int) else None
+    values["train_batch_size"] = size if isinstance(size, int) else None
     check_micro_batches(BatchRule(**values, slots_per_trial=1, own_batch=BatchTriple(1, 1, 1)))
 
 
-def _values(settings: Settings, of: type) -> dict[str, Any]:
-    names = {field.name for field in dataclasses.fields(of)}
+def _values(settings: Settings, kind: type) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(kind)}
     return {name: value for name, value in vars(settings).items() if name in names}
 
 
@@ -141,24 +141,24 @@ def _global_batch(
     Raises:
         UserInputError: the user sets the batch or lists accumulation, but the script controls it.
     """
-    given = settings.train_batch_size
+    size = settings.train_batch_size
     is_asked = "train_batch_size" in settings.given
     if base.get("managed_gradient_accumulation") is False:
-        wanted = is_asked and given != ANY
-        if is_listed or wanted or settings.max_train_batch_size is not None:
+        is_requested = is_asked and size != ANY
+        if is_listed or is_requested or settings.max_train_batch_size is not None:
             raise UserInputError(
                 "leaves gradient accumulation to the script, so dsat cannot set a global batch",
                 where="managed_gradient_accumulation: false",
                 hint="Remove the global batch size and the list of accumulation steps.",
             )
         return None
-    if isinstance(given, int):
-        return given
-    if given == OWN and not is_asked and is_listed:
+    if isinstance(size, int):
+        return size
+    if size == OWN and not is_asked and is_listed:
         return None
-    named = isinstance(base.get(ds_config.BATCH_KEYS[0]), int) and not is_listed
-    held = named and given is None and settings.max_train_batch_size is None
-    return own.train_batch_size if held or given == OWN else None
+    is_in_config = isinstance(base.get(ds_config.BATCH_KEYS[0]), int) and not is_listed
+    held = is_in_config and size is None and settings.max_train_batch_size is None
+    return own.train_batch_size if held or size == OWN else None
 
 
 def _data_parallel(
@@ -176,18 +176,18 @@ def _data_parallel(
 
 def _measured(settings: Settings, experiment: Experiment, device: str) -> dict[str, Any]:
     """Return the program, measured steps and device, which must stay the same on resuming."""
-    left_out = [ds_config.OVERWRITE_KEY]
+    excluded = [ds_config.OVERWRITE_KEY]
     if not isinstance(experiment.hparams[ds_config.CONFIG_KEY], str):  # an inline configuration
-        left_out.append(ds_config.CONFIG_KEY)
+        excluded.append(ds_config.CONFIG_KEY)
     program = {
         "entrypoint": experiment.entrypoint,
-        "hparams": {k: value for k, value in experiment.hparams.items() if k not in left_out},
+        "hparams": {k: value for k, value in experiment.hparams.items() if k not in excluded},
         "arg_mappings": dict(experiment.arg_mappings),
     }
     steps = [settings.start_profile_step, settings.end_profile_step, settings.max_profile_steps]
     # The program is a digest, because an entrypoint or a hyperparameter may contain a credential.
-    known = {"device": device} if device else {}
-    return {"program": ds_config.fingerprint(program), "steps": steps, **known}
+    named_device = {"device": device} if device else {}
+    return {"program": ds_config.fingerprint(program), "steps": steps, **named_device}
 
 
 def _check_metric(settings: Settings) -> None:
@@ -213,14 +213,14 @@ def _listed_switches(settings: Settings, args: Sequence[str]) -> dict[str, tuple
 
     The first value is the current one; None if it is unknown.
     """
-    found = {n: (None, *SWITCHES[n].values) for n in settings.tune if n.startswith(VARIABLE)}
+    switches = {n: (None, *SWITCHES[n].values) for n in settings.tune if n.startswith(VARIABLE)}
     for name, values in settings.listed_switches.items():
-        own: Any = None
+        value: Any = None
         if name.startswith("--"):
             is_bare = values == (False, True)
-            own = (script_args.is_on if is_bare else script_args.value_of)(args, name)
-        found[name] = tuple(dict.fromkeys((own, *values)))
-    return found
+            value = (script_args.is_on if is_bare else script_args.value_of)(args, name)
+        switches[name] = tuple(dict.fromkeys((value, *values)))
+    return switches
 
 
 def find_launcher_switches(program: Entrypoint) -> dict[str, tuple[Any, ...]]:
@@ -234,8 +234,8 @@ def _expand_names(
     settings: Settings, defaults: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the settings of `--search` and `--keep`, with `all` expanded; check both."""
-    missing = {k.key for k in SETTINGS if defaults and k.path not in defaults}
-    absent = sorted(missing & set(settings.tune))
+    unsupported = {k.key for k in SETTINGS if defaults and k.path not in defaults}
+    absent = sorted(unsupported & set(settings.tune))
     if absent and set(settings.tune) != set(SETTING_NAMES):
         raise UserInputError(
             f"the installed DeepSpeed has no {', '.join(absent)}",
@@ -248,10 +248,10 @@ def _expand_names(
     fix = settings.fix
     if ALL in fix:  # all except those that --search names
         fix = tuple(name for name in SETTING_NAMES if name not in settings.tune)
-    both = sorted(set(tune) & set(fix))
-    if both:
+    in_both = sorted(set(tune) & set(fix))
+    if in_both:
         raise UserInputError(
-            f"{', '.join(both)} cannot be given to both {settings.name_of('tune')} and "
+            f"{', '.join(in_both)} cannot be given to both {settings.name_of('tune')} and "
             f"{settings.name_of('fix')}"
         )
     return tune, fix
@@ -262,12 +262,12 @@ def check_micro_batches(rule: BatchRule) -> None:
     if rule.allowed_micro_batches:
         return
     if rule.train_batch_size is not None and not rule.micro_batches:
-        of_slots = " times the devices" if rule.slots_per_trial == 1 else ""
+        times_devices = " times the devices" if rule.slots_per_trial == 1 else ""
         raise UserInputError(
             f"{rule.train_batch_size} cannot be reached with {_groups(rule)} and the micro batches "
             "that --divisible-by, --min-micro-batch and --max-micro-batch allow",
             where="--train-batch-size",
-            hint=f"Choose a multiple of {rule.most_groups * rule.divisible_by}{of_slots}.",
+            hint=f"Choose a multiple of {rule.most_groups * rule.divisible_by}{times_devices}.",
         )
     raise UserInputError(
         f"no micro batch is left to try on {_groups(rule)}: none satisfies your list of values, "

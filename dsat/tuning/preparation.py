@@ -74,19 +74,19 @@ class Prepared:
 
     @property
     def notes(self) -> list[str]:
-        of_section = () if self.section is None else self.section.notes
-        return [*plans.make_notes(self.settings, self.plan), *of_section]
+        section_notes = () if self.section is None else self.section.notes
+        return [*plans.make_notes(self.settings, self.plan), *section_notes]
 
     def after(self, run: Run) -> Prepared:
         """Return a copy that starts ranks without the problems that earlier trials reported."""
-        shown = {warning for outcome in run.outcomes.values() for warning in outcome.warnings}
+        warnings = {warning for outcome in run.outcomes.values() for warning in outcome.warnings}
         settings, hosts, program = self.settings, self.hosts, self.program
         # The reason may follow in parentheses.
-        if any(text.startswith(FRESH_PROCESSES_ONLY) for text in shown):
+        if any(text.startswith(FRESH_PROCESSES_ONLY) for text in warnings):
             settings = replace(settings, cold=True)
-        if NO_SEGMENTS in shown:
+        if NO_SEGMENTS in warnings:
             hosts = tuple(disable_segments(hosts))
-        if COMMAND_AGAIN in shown:
+        if COMMAND_AGAIN in warnings:
             program = replace(program, needs_command=FAILED_BY_THEMSELVES)
         return replace(self, settings=settings, hosts=hosts, program=program)
 
@@ -143,9 +143,9 @@ def _prepare(
     # The command runs before the devices are inspected, so that its errors show at once.
     # It runs in a resumed run too, to see how ranks start and what the script sets for `auto`.
     is_recorded = not settings.dry_run and engine == "local" and source.can_run_first()
-    in_use: dict[str, str] = {}
+    busy: dict[str, str] = {}
     if is_recorded and not settings.resume:
-        in_use = accelerators.variables_of_memory_in_use()  # by other processes than the command
+        busy = accelerators.variables_of_memory_in_use()  # by other processes than the command
         _log.info("running your command as it is: %s", redacted_command(settings.command))
         first = source.first_run(settings.trial_options(), settings.slots)
         acquired.callback(first.close)
@@ -157,7 +157,7 @@ def _prepare(
     _check_packages(settings, source)
     defaults = installed_deepspeed.check(source.experiment, source.program)
     with slow.logged(_log, "inspecting the accelerators"):
-        place = hosts_of.acquire_hosts(engine, source.program, settings.place_options, in_use)
+        place = hosts_of.acquire_hosts(engine, source.program, settings.place_options, busy)
         hosts = acquired.enter_context(place)
     source, hosts, slots = _choose_slots(settings, source, hosts)
     program, experiment, machine = source.program, source.experiment, hosts[0].machine
@@ -259,15 +259,15 @@ def _choose_slots(
     if settings.run_full_experiment and program.trial_class and not source.command:
         searcher_of_full_run(source.experiment, "metric", "max_length")
     slots = source.slots_per_trial(settings.slots, available)
-    chosen = hosts_of.extend_slots(hosts, slots)
+    usable = hosts_of.extend_slots(hosts, slots)
     check_max_slots(settings, slots)
     if settings.engine in ENGINE_NAMES:  # other engines may run trials elsewhere
-        _check_slots(settings, chosen, slots)
+        _check_slots(settings, usable, slots)
     if program.launch.takes_all and slots == available and not hosts[0].machine.left_out:
         program = replace(program, slots=slots)  # the command itself starts as many ranks
     mappings = _check_mappings(settings, program)
     experiment = replace(source.experiment, arg_mappings=mappings)
-    return replace(source, experiment=experiment, program=program), chosen, slots
+    return replace(source, experiment=experiment, program=program), usable, slots
 
 
 def searcher_of_full_run(experiment: Experiment, *needed: str) -> Mapping[str, Any]:
@@ -277,10 +277,10 @@ def searcher_of_full_run(experiment: Experiment, *needed: str) -> Mapping[str, A
         UserInputError: a key of `needed` is missing.
     """
     searcher: Mapping[str, Any] = experiment.config.get("searcher") or {}
-    missing = [key for key in needed if key not in searcher]
-    if missing:
+    absent = [key for key in needed if key not in searcher]
+    if absent:
         raise UserInputError(
-            f"there is no {missing[0]}",
+            f"there is no {absent[0]}",
             where=f"{experiment.path}: searcher",
             hint="--run-full-experiment needs it.",
         )

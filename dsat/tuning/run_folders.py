@@ -64,9 +64,9 @@ def check(settings: Settings, name: str, plan: Plan | None = None) -> Path | Non
             where=str(folder),
             hint="Add --resume to continue it, or choose another folder.",
         )
-    elif folder is not None and (there := _existing(folder, *_RESULTS, *_OF_THE_ENGINE)):
+    elif folder is not None and (existing := _existing(folder, *_RESULTS, *_OF_THE_ENGINE)):
         raise UserInputError(
-            f"contains {there[0].name} already, which the run would replace",
+            f"contains {existing[0].name} already, which the run would replace",
             where=str(folder),
             hint="Choose another folder.",
         )
@@ -104,8 +104,8 @@ def _find_run(folder: Path | None, name: str, plan: Plan | None) -> Path:
             where="--resume",
             hint="Go to where the search was started, or name the run's folder with --run-dir.",
         )
-    found = sorted(runs, key=past_runs.changed_s, reverse=True)
-    return next((path for path in found if plan is not None and _is_of(plan, runs[path])), found[0])
+    paths = sorted(runs, key=past_runs.changed_s, reverse=True)
+    return next((path for path in paths if plan is not None and _is_of(plan, runs[path])), paths[0])
 
 
 def _is_of(plan: Plan, run: Run) -> bool:
@@ -128,10 +128,10 @@ def _read_run(folder: Path) -> Run | None:
 
 def check_can_be_made(folder: Path, hint: str) -> None:
     """Raise UserInputError if a folder cannot be made or written to."""
-    there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
-    if not os.path.isdir(there) or not os.access(there, os.W_OK | os.X_OK):
-        problem = "is not writable" if os.path.isdir(there) else "is not a folder"
-        raise UserInputError(problem, where=str(there), hint=hint)
+    nearest = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
+    if not os.path.isdir(nearest) or not os.access(nearest, os.W_OK | os.X_OK):
+        problem = "is not writable" if os.path.isdir(nearest) else "is not a folder"
+        raise UserInputError(problem, where=str(nearest), hint=hint)
 
 
 def _stem(name: str) -> str:
@@ -170,10 +170,10 @@ def keep_budget(run: Run, settings: Settings, plan: Plan) -> Plan:
     """Return a plan with the numbers of trials and finals of a resumed run, unless given anew."""
     if not run.has_begun:
         return plan
-    own: dict[str, Any] = {"max_trials": run.plan.max_trials, "finals": run.plan.finals}
+    budget: dict[str, Any] = {"max_trials": run.plan.max_trials, "finals": run.plan.finals}
     if len(run.trials) > run.plan.max_trials:  # by a version that did not count reused trials
-        own["max_trials"] += len(run.earlier)
-    return replace(plan, **{name: own[name] for name in own if name not in settings.given})
+        budget["max_trials"] += len(run.earlier)
+    return replace(plan, **{name: budget[name] for name in budget if name not in settings.given})
 
 
 def earlier_runs(folder: Path, run: Run, plan: Plan, info: Mapping[str, Any]) -> list[Run]:

@@ -41,20 +41,20 @@ def make_line(ready: Prepared, run: Run, folder: Path) -> str:
         return f"cd {shell_word(str(cwd.resolve()))} && {command}"
     if ready.line is None:
         return ""
-    more = ["--run-full-experiment"]
+    options = ["--run-full-experiment"]
     if run.stop_reason is None:  # interrupted: train, and do not search on
-        more += [f"--max-trials={max(2, len(run.outcomes))}", "--finals=0"]
-    words = [find_program("python3"), "-m", "dsat", *ready.line.resumed(folder, *more)]
+        options += [f"--max-trials={max(2, len(run.outcomes))}", "--finals=0"]
+    words = [find_program("python3"), "-m", "dsat", *ready.line.resumed(folder, *options)]
     return f"cd {shell_word(str(Path.cwd()))} && {shell_line(words, folder)}"
 
 
 def find_program(name: str) -> str:
     """Return a program's name, or its path in dsat's environment if PATH leads to another one."""
-    here, found = Path(sys.executable).parent, shutil.which(name)
-    if not (here / name).exists():
+    folder, program = Path(sys.executable).parent, shutil.which(name)
+    if not (folder / name).exists():
         return name
-    leads_here = found is not None and os.path.samefile(Path(found).parent, here)
-    return name if leads_here else str(here / name)
+    leads_here = program is not None and os.path.samefile(Path(program).parent, folder)
+    return name if leads_here else str(folder / name)
 
 
 def make_command(ready: Prepared, run: Run, config: Path) -> str | None:
@@ -67,15 +67,15 @@ def make_command(ready: Prepared, run: Run, config: Path) -> str | None:
     slots, needs_task = ready.plan.slots_per_trial, "determined" in str(ready.experiment.entrypoint)
     if best is None or slots > ready.machine.num_slots or needs_task:
         return None
-    found = None if _needs_dsat(ready, run, best) else _own_form(ready, run, best, config)
-    if found is None:
+    rewriting = None if _needs_dsat(ready, run, best) else _own_form(ready, run, best, config)
+    if rewriting is None:
         return None
     limited = ready.plan.slot_memory_bytes is not None
     return " ".join(
         [
             *_variables(ready, best, run.plan.config(best.overrides)),
             *reproduce_conditions(ready.machine, slots, memory_is_limited=limited),
-            shell_line(found.words, config.parent),
+            shell_line(rewriting.words, config.parent),
         ]
     )
 
@@ -85,8 +85,8 @@ def write_own_files(ready: Prepared, run: Run, folder: Path) -> None:
     if run.best is None:
         return
     config, copies = folder / summary.BEST_CONFIG_FILE, folder / own_files.COPIES_FOLDER
-    found = _own_form(ready.after(run), run, run.best, config)
-    for name, text in (found.copies if found else {}).items():
+    rewriting = _own_form(ready.after(run), run, run.best, config)
+    for name, text in (rewriting.copies if rewriting else {}).items():
         copies.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
         write_atomically(copies / name, text)
 
@@ -137,51 +137,51 @@ def _bind_cores(command: Sequence[str], options: Sequence[str]) -> list[str]:
     """Return a command of DeepSpeed's launcher with other options that bind ranks to cores."""
     launcher, *words = command
     if "--bind_core_list" in words:
-        at = words.index("--bind_core_list")
-        del words[at : at + 2]
-    own = [
+        position = words.index("--bind_core_list")
+        del words[position : position + 2]
+    kept_words = [
         word for word in words if not word.startswith(("--bind_cores_to_rank", "--bind_core_list="))
     ]
-    return [launcher, *options, *own]
+    return [launcher, *options, *kept_words]
 
 
 def _needs_dsat(ready: Prepared, run: Run, best: Trial) -> bool:
     """Return whether a change of the best trial needs more than a flag, a file or a variable."""
-    own, program = own_switches(run), ready.program
+    user_values, program = own_switches(run), ready.program
     if switches.OF_CODE.keys() & set(run.outcomes[best.id].warnings):
         return True
-    found = {} if run.profile is None else run.profile.switches
+    script_switches = {} if run.profile is None else run.profile.switches
     file = _form_of(program)
     for name, value in best.script_args.items():
-        if value == own.get(name) or name in ready.experiment.arg_mappings:
+        if value == user_values.get(name) or name in ready.experiment.arg_mappings:
             continue
         flag = switches.flag_of(name, program.args, takes_hf_flags=program.takes_hf_flags)
         field = switches.field_of(name)
-        in_file = file is not None and field is not None and file.key_of(field) is not None
+        is_in_file = file is not None and field is not None and file.key_of(field) is not None
         elsewhere = name == BIND_CORES or name.startswith(switches.VARIABLE)
         has_opposite = file is not None and name in file.opposites
-        if switches.is_of_code(name, found) and not has_opposite:
+        if switches.is_of_code(name, script_switches) and not has_opposite:
             return True
-        if flag is None and not in_file and not elsewhere:
+        if flag is None and not is_in_file and not elsewhere:
             return True
     return False
 
 
 def _launcher(ready: Prepared, program: Entrypoint, best: Mapping[str, Any]) -> list[str]:
     slots = str(ready.plan.slots_per_trial)
-    own = program.interpreter  # the launchers of its environment are not on PATH
+    exe = program.interpreter  # the launchers of its environment are not on PATH
     if not program.launch.passes_local_rank:
-        launcher = [own, "-m", "torch.distributed.run"] if own else [find_program("torchrun")]
+        launcher = [exe, "-m", "torch.distributed.run"] if exe else [find_program("torchrun")]
         return [*launcher, "--standalone", f"--nproc-per-node={slots}"]
-    launcher = [own, "-m", "deepspeed.launcher.runner"] if own else [find_program("deepspeed")]
-    chosen, without = program.launch.devices, program.launch.not_devices
-    if without:
-        there = range(ready.machine.num_slots + len(without))
-        chosen = tuple(position for position in there if position not in without)
-    names = tuple(map(str, chosen))
-    given = {**os.environ, **program.env}
+    launcher = [exe, "-m", "deepspeed.launcher.runner"] if exe else [find_program("deepspeed")]
+    positions, excluded = program.launch.devices, program.launch.not_devices
+    if excluded:
+        all_positions = range(ready.machine.num_slots + len(excluded))
+        positions = tuple(position for position in all_positions if position not in excluded)
+    names = tuple(map(str, positions))
+    env = {**os.environ, **program.env}
     numbered = all(name.isdecimal() for name in ready.machine.devices)  # no UUIDs
-    if numbered and any(given.get(name) for name in ready.machine.visible_devices):
+    if numbered and any(env.get(name) for name in ready.machine.visible_devices):
         names = names or ready.machine.devices  # with --num_gpus, DeepSpeed ignores the variable
     if names:
         devices = ",".join(names[: ready.plan.slots_per_trial])
@@ -269,16 +269,16 @@ def reproduce_conditions(machine: Machine, slots: int, *, memory_is_limited: boo
 def _variables(ready: Prepared, best: Trial, config: Mapping[str, Any]) -> list[str]:
     """Return shell assignments of variables that trials have and this shell may lack."""
     machine, program, slots = ready.machine, ready.program, ready.plan.slots_per_trial
-    given = {**os.environ, **ready.experiment.env, **program.env}
-    own = _own_command(program)[0] if runs_own_command(program, slots) else program.env
-    parallelism = accelerate_env.make_parallelism_variables(given, config, slots)
-    found = {**ready.experiment.env, **own, **parallelism}
+    env = {**os.environ, **ready.experiment.env, **program.env}
+    command_env = _own_command(program)[0] if runs_own_command(program, slots) else program.env
+    parallelism = accelerate_env.make_parallelism_variables(env, config, slots)
+    variables = {**ready.experiment.env, **command_env, **parallelism}
     if not machine.is_cpu and program.needs_command:  # on a CPU see `reproduce_conditions`
-        found |= make_command_settings(machine, given)
+        variables |= make_command_settings(machine, env)
     elif not machine.is_cpu:
-        found |= make_rank_settings(machine, program, config, slots, given)
-    found |= switches.variables(best.script_args)
+        variables |= make_rank_settings(machine, program, config, slots, env)
+    variables |= switches.variables(best.script_args)
     return [
-        assignment(name, value, "your command" if name in own else "environment_variables")
-        for name, value in found.items()
+        assignment(name, value, "your command" if name in command_env else "environment_variables")
+        for name, value in variables.items()
     ]
