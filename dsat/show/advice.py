@@ -36,8 +36,8 @@ def blame_bucket(run: Run, trial: Trial) -> str:
 def advise_batch(run: Run) -> list[str]:
     """Return why the micro batch was not searched, and how to search it; empty if it was."""
     plan = run.plan
-    own = plan.own_batch
-    fixed = next((each for each in run.outcomes.values() if each.fixed_batch), None)
+    batch = plan.own_batch
+    fixed = next((outcome for outcome in run.outcomes.values() if outcome.fixed_batch), None)
     mapping, flag = "--arg-mapping train_micro_batch_size_per_gpu=", run.batch_flag.name
     if run.batch_flag.is_guess:
         return [
@@ -61,7 +61,7 @@ def advise_batch(run: Run) -> list[str]:
         ]
     if run.profiled is not None and keeps_micro_batch(plan, run.profiled):
         return [
-            f"Micro batch: kept at {own.micro_batch}, because the loss compares the samples of a "
+            f"Micro batch: kept at {batch.micro_batch}, because the loss compares the samples of a "
             "micro batch with each other: another size changes the training. "
             "--train-batch-size any searches other sizes."
         ]
@@ -101,8 +101,8 @@ def advise_learning_rate(run: Run) -> list[str]:
         factor = root
     else:
         factor = f"{root} with an Adam-like optimizer, by {linear} with SGD"
-    said = f"Learning rate: multiply it by {factor}, because the global batch changes."
-    return [said, *_scale_schedule(run, ratio)]
+    advice = f"Learning rate: multiply it by {factor}, because the global batch changes."
+    return [advice, *_scale_schedule(run, ratio)]
 
 
 def _scale_schedule(run: Run, ratio: float) -> list[str]:
@@ -115,30 +115,30 @@ def _scale_schedule(run: Run, ratio: float) -> list[str]:
     if not lengths:
         return []
     scaled = [f"{key} {n} -> {max(1, round(n / ratio))}" for key, n in lengths.items()]
-    said = f"Schedule: to keep the number of samples, change {', '.join(scaled)}."
+    advice = f"Schedule: to keep the number of samples, change {', '.join(scaled)}."
     if "total_num_steps" in lengths:  # HfTrainerDeepSpeedConfig.trainer_config_finalize
-        said += (
+        advice += (
             " If the Trainer's length is a number of epochs, it accepts only the total_num_steps "
             "that it computes itself. Its error message shows this number."
         )
-    return [said]
+    return [advice]
 
 
 def advise_script(run: Run, best: Trial) -> list[str]:
     """Return what to set in the script or its arguments for the best configuration."""
-    own, found = own_switches(run), {} if run.profile is None else run.profile.switches
+    current, declared = own_switches(run), {} if run.profile is None else run.profile.switches
     warnings = run.outcomes[best.id].warnings
-    in_arguments = any(switch.in_arguments for switch in found.values())
+    has_arguments = any(switch.in_arguments for switch in declared.values())
     how = [
         switches.instruction(
-            name, shown, in_arguments=in_arguments and not switches.is_of_code(name, found)
+            name, value, in_arguments=has_arguments and not switches.is_of_code(name, declared)
         )
-        for name, shown in hide_secrets_in_values(best.script_args).items()
-        if own.get(name) != best.script_args[name]
+        for name, value in hide_secrets_in_values(best.script_args).items()
+        if current.get(name) != best.script_args[name]
     ]
-    sizes, own_sizes = best.batch.config(), run.plan.own_batch.config()
+    sizes, user_sizes = best.batch.config(), run.plan.own_batch.config()
     how += [
-        f"{flag} {sizes[key]}" for key, flag in best.flags.items() if sizes[key] != own_sizes[key]
+        f"{flag} {sizes[key]}" for key, flag in best.flags.items() if sizes[key] != user_sizes[key]
     ]
     how += [
         switches.OF_CODE[text].format(best.batch, run.plan.own_batch)
@@ -148,10 +148,10 @@ def advise_script(run: Run, best: Trial) -> list[str]:
     needs = (
         f"Script: the best configuration needs {'; '.join(how)}. The training command sets this."
     )
-    said = [needs] if how else []
+    advice = [needs] if how else []
     if (best.overrides.get("compile") or {}).get("deepcompile") is True:
-        said.append("Script: DeepCompile needs engine.compile() after deepspeed.initialize.")
-    return said
+        advice.append("Script: DeepCompile needs engine.compile() after deepspeed.initialize.")
+    return advice
 
 
 def advise_saving(run: Run, best: Trial) -> list[str]:

@@ -26,28 +26,28 @@ _LONGER, _ERRORS = 1.2, 3.0  # lengths differ beyond this factor and this many s
 _QUIETER = "End other programs on the machine, or measure longer (--max-measured-steps)."
 
 
-def find_caveats(run: Run, best: Trial, outcome: Outcome, found: Gain | None) -> Iterator[str]:
+def find_caveats(run: Run, best: Trial, outcome: Outcome, gain: Gain | None) -> Iterator[str]:
     """Yield warnings about the run and the gain of `best`, the recommended trial.
 
     Args:
         outcome: median outcome of `best`.
-        found: the gain that the finals measured; None before they end.
+        gain: the gain that the finals measured; None before they end.
     """
     version, training = run.deepspeed_version, training_of(run.plan, best)
     for fault in hazards.find(version, training, hazards.GRADIENTS, hazards.SLOW):
         yield f"{fault.describe(version or '')}."
     for trial_id, why in run.disqualified.items():
         yield f"{run.trials[trial_id].name} is excluded: {why}."
-    yield from _warn_of_noise(run, found)
+    yield from _warn_of_noise(run, gain)
     yield from _warn_of_drift(run)
     yield from _warn_of_steps(run)
-    own = None if run.baseline is None else run.outcomes.get(run.baseline.id)
-    for text in dict.fromkeys([*outcome.warnings, *(() if own is None else own.warnings)]):
+    first = None if run.baseline is None else run.outcomes.get(run.baseline.id)
+    for text in dict.fromkeys([*outcome.warnings, *(() if first is None else first.warnings)]):
         if batches.is_about(text):
             yield f"{text}."
     yield from _warn_of_lengths(run, best)
     yield from _warn_of_optimizer(run, best)
-    if any(SEVERAL_ENGINES in each.warnings for each in run.outcomes.values()):
+    if any(SEVERAL_ENGINES in o.warnings for o in run.outcomes.values()):
         yield f"{SEVERAL_ENGINES}."
     if ZERO_INIT in outcome.warnings:
         yield f"{ZERO_INIT}."
@@ -58,27 +58,27 @@ def trains_wrongly(run: Run, own: Trial) -> bool:
     if any(OWN_IS_WRONG in why for why in run.disqualified.values()):
         return True
     training = training_of(run.plan, own)
-    found = hazards.find(run.deepspeed_version, training, hazards.GRADIENTS)
-    return any(not fault.unseen for fault in found)
+    faults = hazards.find(run.deepspeed_version, training, hazards.GRADIENTS)
+    return any(not fault.unseen for fault in faults)
 
 
-def _warn_of_noise(run: Run, found: Gain | None) -> Iterator[str]:
+def _warn_of_noise(run: Run, gain: Gain | None) -> Iterator[str]:
     """Warn if measurements are too uncertain to compare."""
-    compared = [each for each in (run.baseline, run.leader) if each]
+    compared = [trial for trial in (run.baseline, run.leader) if trial]
     noise = max(
         0.0,
         *_intervals(run, compared),
         statistics.median(_intervals(run, run.trials.values()) or [0.0]),
     )
-    if found is None and noise > _NOISY:
+    if gain is None and noise > _NOISY:
         yield (
             f"measurements are uncertain by ±{fmt.percent(noise)}, so smaller gains go unnoticed. "
             f"Other programs may have used the machine. {_QUIETER}"
         )
-    elif found is not None and found.high > _UNSURE * found.low:
-        interval = f"may be anything from {found.low:.2f}x to {found.high:.2f}x"
+    elif gain is not None and gain.high > _UNSURE * gain.low:
+        interval = f"may be anything from {gain.low:.2f}x to {gain.high:.2f}x"
         yield (
-            f"the gain {'is unknown' if found.is_unknown else interval}, because runs of the same "
+            f"the gain {'is unknown' if gain.is_unknown else interval}, because runs of the same "
             f"configuration differ a lot. {_QUIETER} In a new run, more pairs also help (a higher "
             "--finals, with enough --max-trials)."
         )
@@ -92,14 +92,14 @@ def _intervals(run: Run, trials: Iterable[Trial]) -> list[float]:
 
 def _warn_of_drift(run: Run) -> Iterator[str]:
     """Warn if the speed of the user's own configuration changed during the run."""
-    own = run.baseline
-    if own is None:
+    baseline = run.baseline
+    if baseline is None:
         return
-    repeats = (run.trials[i] for i, repeated in run.repeated.items() if repeated == own.id)
-    first, again = run.value(own), [v for v in map(run.value, repeats) if v is not None]
-    if first is None or not again:
+    repeats = (run.trials[i] for i, repeated in run.repeated.items() if repeated == baseline.id)
+    first, reruns = run.value(baseline), [v for v in map(run.value, repeats) if v is not None]
+    if first is None or not reruns:
         return
-    later = statistics.median(again)
+    later = statistics.median(reruns)
     if max(first, later) > _DRIFTED * min(first, later):
         metric = run.plan.metric
         yield (
@@ -113,12 +113,12 @@ def _warn_of_drift(run: Run) -> Iterator[str]:
 def _warn_of_steps(run: Run) -> Iterator[str]:
     """Warn if long steps of the training were excluded, or if shares of evaluation steps differ."""
     other = run.leader if run.best is run.baseline else run.best
-    ended = (run.outcomes.get(each.id) if each else None for each in (run.baseline, other))
+    ended = (run.outcomes.get(trial.id) if trial else None for trial in (run.baseline, other))
     curves = (None if outcome is None else outcome.training for outcome in ended)
-    own, its = (None if curve is None else curve.facts for curve in curves)
-    if other in (None, run.baseline) or own is None or its is None:
+    user, rival = (None if curve is None else curve.facts for curve in curves)
+    if other in (None, run.baseline) or user is None or rival is None:
         return
-    late = sorted({*own.late} & {*its.late})
+    late = sorted({*user.late} & {*rival.late})
     if len(late) >= 2:
         yield (
             f"optimizer steps {', '.join(map(str, late))} took far longer both in your "
@@ -126,32 +126,32 @@ def _warn_of_steps(run: Run) -> Iterator[str]:
             "optimizer with extra work in every n-th step). But dsat excluded them as delays by "
             "the host, so the gain covers only the other steps."
         )
-    if abs(own.evaluated - its.evaluated) * RAREST >= 1:
+    if abs(user.evaluated - rival.evaluated) * RAREST >= 1:
         yield (
             "the gain is unreliable: the model also ran outside training (evaluation or "
-            f"generation, perhaps), in {fmt.percent(own.evaluated)} of the measured steps of your "
-            f"configuration but {fmt.percent(its.evaluated)} of those of {other.name}. Measure "
+            f"generation, perhaps), in {fmt.percent(user.evaluated)} of the measured steps of your "
+            f"configuration but {fmt.percent(rival.evaluated)} of those of {other.name}. Measure "
             "more steps (--end-profile-step)."
         )
 
 
 def _warn_of_lengths(run: Run, best: Trial) -> Iterator[str]:
     """Warn if the compared configurations got samples of different lengths."""
-    finals, own, compared = run.finals, run.baseline, best
-    if best is own and finals is not None and finals.pick is not None:
+    finals, baseline, compared = run.finals, run.baseline, best
+    if best is baseline and finals is not None and finals.pick is not None:
         compared = run.trials[finals.pick.trial_id]
-    if own is None:
+    if baseline is None:
         return
-    (its, its_error), (yours, own_error) = (
-        _tokens_per_sample(typical_outcome(run, each)) for each in (compared, own)
+    (tokens, error_of_tokens), (yours, your_error) = (
+        _tokens_per_sample(typical_outcome(run, trial)) for trial in (compared, baseline)
     )
-    apart, error = abs(its - yours), math.hypot(its * its_error, yours * own_error)
-    if apart > max((_LONGER - 1) * min(its, yours), _ERRORS * error):
+    apart, error = abs(tokens - yours), math.hypot(tokens * error_of_tokens, yours * your_error)
+    if apart > max((_LONGER - 1) * min(tokens, yours), _ERRORS * error):
         means = "The gain is unreliable"
         if run.plan.metric != "tokens_per_second":
             means = "Padding is a real cost; different data make the gain meaningless"
         yield (
-            f"the samples of {compared.name} had {its:,.0f} tokens on average, and yours "
+            f"the samples of {compared.name} had {tokens:,.0f} tokens on average, and yours "
             f"{yours:,.0f}. Either the data differ (sorted, or a curriculum), or padding grew with "
             f"the micro batch. {means}. Shuffle the data for the search, or pad all samples to one "
             "length."
@@ -172,11 +172,11 @@ def _tokens_per_sample(outcome: Outcome | None) -> tuple[float, float]:
 
 def _warn_of_optimizer(run: Run, best: Trial) -> Iterator[str]:
     """Warn if the optimizer may compute different updates than in the user's stage."""
-    own = read_strategy(run.plan.base_config).stage
-    if run.profile is None or run.profile.optimizer.by_element or bool(own) == bool(best.stage):
+    stage = read_strategy(run.plan.base_config).stage
+    if run.profile is None or run.profile.optimizer.by_element or bool(stage) == bool(best.stage):
         return
     yield (
         f"{run.profile.optimizer.kind} may compute other updates in stages 1 to 3 than in stage 0, "
         "so losses may differ from yours. Compare losses over a longer training, or search with "
-        f"--zero-stages {'1 2 3' if own else '0'}."
+        f"--zero-stages {'1 2 3' if stage else '0'}."
     )

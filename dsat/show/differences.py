@@ -71,13 +71,13 @@ def differences(plan: Plan, trial: Trial, switches: Mapping[str, Any]) -> list[D
 
     A setting that is not set counts as DeepSpeed's default.
     """
-    own = _settings({**plan.config(plan.own_batch.config()), **switches})
-    its = _settings({**plan.config(trial.overrides), **switches, **trial.script_args})
-    found, others = [], sorted((own.keys() | its.keys()) - _NAMES.keys())
+    user_values = _settings({**plan.config(plan.own_batch.config()), **switches})
+    trial_values = _settings({**plan.config(trial.overrides), **switches, **trial.script_args})
+    found, others = [], sorted((user_values.keys() | trial_values.keys()) - _NAMES.keys())
     for key in (*_NAMES, *others):
         default = _default_of(plan, key, trial.stage)
-        if own.get(key, default) != its.get(key, default):
-            found.append(Difference(key, own.get(key), its.get(key), default))
+        if user_values.get(key, default) != trial_values.get(key, default):
+            found.append(Difference(key, user_values.get(key), trial_values.get(key), default))
     return found
 
 

@@ -31,17 +31,17 @@ def rows(view: RunView) -> list[dict[str, Any]]:
 
     Columns `config.KEY` are settings, `script.KEY` switches, and `metrics.KEY` measurements.
     """
-    found = []
-    for each in view.trials:
-        row = each.to_json()
+    table = []
+    for entry in view.trials:
+        row = entry.to_json()
         config, script = hide_secrets_in_values([row.pop("overrides"), row.pop("script_args")])
-        below = {"config": flat(config), "script": script, "metrics": row.pop("metrics") or {}}
-        row |= {"is_best": each.is_best, "message": row["message"][:_MOST_TEXT]}
-        row |= {"took_s": each.took_s, "ended_s": each.ended_s}
-        for name, values in below.items():
+        sections = {"config": flat(config), "script": script, "metrics": row.pop("metrics") or {}}
+        row |= {"is_best": entry.is_best, "message": row["message"][:_MOST_TEXT]}
+        row |= {"took_s": entry.took_s, "ended_s": entry.ended_s}
+        for name, values in sections.items():
             row |= {f"{name}.{key}": _plain(value) for key, value in values.items()}
-        found.append(row)
-    return found
+        table.append(row)
+    return table
 
 
 def to_csv(view: RunView, output: Path, name: str) -> None:
@@ -83,23 +83,23 @@ def to_optuna(view: RunView, output: Path, name: str) -> None:
         is_number = isinstance(value, float)
         study.set_user_attr(str(key), value if is_number else str(value)[:_MOST_TEXT])
     states, distributions = optuna.trial.TrialState, _distributions(view)
-    for each, outcome in _list_compared(view):
-        params = _params(each)
+    for entry, outcome in _list_compared(view):
+        params = _params(entry)
         frozen = optuna.trial.create_trial(
-            state=states.FAIL if each.value is None else states.COMPLETE,
-            value=each.value,
+            state=states.FAIL if entry.value is None else states.COMPLETE,
+            value=entry.value,
             params=params,
             distributions={key: distributions[key] for key in params},
             user_attrs={
-                "name": each.trial.name,
-                "is_best": each.is_best,
-                "kind": each.trial.kind.value,
+                "name": entry.trial.name,
+                "is_best": entry.is_best,
+                "kind": entry.trial.kind.value,
                 "outcome": outcome.kind.value,
                 "message": outcome.message[:_MOST_TEXT],
                 **({} if outcome.metrics is None else outcome.metrics.to_json()),
             },
         )
-        ended_at_s = _ended_at_s(each)
+        ended_at_s = _ended_at_s(entry)
         frozen.datetime_start = datetime.fromtimestamp(ended_at_s - outcome.duration_s)
         frozen.datetime_complete = datetime.fromtimestamp(ended_at_s)
         study.add_trial(frozen)
@@ -114,16 +114,16 @@ def to_mlflow(view: RunView, output: Path, name: str) -> None:
     tags = {key: str(value)[:_MOST_TEXT] for key, value in _decision(view).items()}
     place = output.parent.as_uri()
     experiment = client.create_experiment(name, artifact_location=place, tags=tags)
-    for each, outcome in _list_compared(view):
-        ended_ms = round(1000 * _ended_at_s(each))
+    for entry, outcome in _list_compared(view):
+        ended_ms = round(1000 * _ended_at_s(entry))
         created = client.create_run(
             experiment,
             start_time=ended_ms - round(1000 * outcome.duration_s),
-            run_name=each.trial.name,
+            run_name=entry.trial.name,
             tags={
-                "kind": each.trial.kind.value,
+                "kind": entry.trial.kind.value,
                 "outcome": outcome.kind.value,
-                "is_best": str(each.is_best),
+                "is_best": str(entry.is_best),
             },
         ).info.run_id
         metrics = {} if outcome.metrics is None else outcome.metrics.to_json()
@@ -134,7 +134,7 @@ def to_mlflow(view: RunView, output: Path, name: str) -> None:
                 for key, value in metrics.items()
                 if value is not None
             ],
-            params=[Param(key, str(value)) for key, value in _params(each).items()],
+            params=[Param(key, str(value)) for key, value in _params(entry).items()],
             tags=[RunTag("message", outcome.message[:_MOST_TEXT])] if outcome.message else [],
         )
         status = "FINISHED" if outcome.ok else "FAILED"
@@ -149,13 +149,13 @@ def to_tensorboard(view: RunView, output: Path, name: str) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     output.mkdir()
-    for each, outcome in _list_compared(view):
-        measured = {} if each.value is None else {view.plan.metric: each.value}
-        params = {**_params(each), "outcome": outcome.kind.value, "is_best": each.is_best}
-        with SummaryWriter(str(output / each.trial.name)) as writer:
+    for entry, outcome in _list_compared(view):
+        measured = {} if entry.value is None else {view.plan.metric: entry.value}
+        params = {**_params(entry), "outcome": outcome.kind.value, "is_best": entry.is_best}
+        with SummaryWriter(str(output / entry.trial.name)) as writer:
             writer.add_hparams(params, measured, run_name=".", global_step=0)
             for number, step_ms in enumerate(outcome.step_ms, start=1):
-                writer.add_scalar("step_ms", step_ms, number, walltime=_ended_at_s(each))
+                writer.add_scalar("step_ms", step_ms, number, walltime=_ended_at_s(entry))
 
 
 @dataclass(frozen=True)
@@ -231,36 +231,36 @@ def _url_of(database: Path) -> str:
 
 def _list_compared(view: RunView) -> Iterator[tuple[TrialView, Outcome]]:
     """Yield trials in order of their ends, except the profile, whose speed is not comparable."""
-    for each in sorted(view.ended, key=lambda each: each.ended_s or 0.0):
-        if each.trial.kind is not TrialKind.PROFILE and each.outcome is not None:
-            yield each, each.outcome
+    for entry in sorted(view.ended, key=lambda entry: entry.ended_s or 0.0):
+        if entry.trial.kind is not TrialKind.PROFILE and entry.outcome is not None:
+            yield entry, entry.outcome
 
 
-def _ended_at_s(each: TrialView) -> float:
-    return each.ended_at_s or each.ended_s or 0.0
+def _ended_at_s(entry: TrialView) -> float:
+    return entry.ended_at_s or entry.ended_s or 0.0
 
 
 def _decision(view: RunView) -> dict[str, Any]:
     """Return the verdict, the gain, and the values of the best and the user's configuration."""
-    found = {
+    decision = {
         "metric": view.plan.metric,
         "verdict": "\n".join(view.verdict.lines),
         "gain": view.gain.ratio,
         "best_value": view.best_value,
         "own_value": view.gain.own_value,
     }
-    return {key: value for key, value in found.items() if value is not None}
+    return {key: value for key, value in decision.items() if value is not None}
 
 
-def _params(each: TrialView) -> dict[str, Any]:
+def _params(entry: TrialView) -> dict[str, Any]:
     """Return strategy and settings of a trial, without the redundant global batch."""
-    batch = each.trial.batch.config()
-    found = {
+    batch = entry.trial.batch.config()
+    settings = {
         key.removeprefix("zero_optimization."): _plain(batch.get(key, value))
-        for key, value in each.settings.items()
+        for key, value in entry.settings.items()
         if key != "train_batch_size"
     }
-    return {"strategy": each.trial.strategy, **found}
+    return {"strategy": entry.trial.strategy, **settings}
 
 
 def _distributions(view: RunView) -> dict[str, optuna.distributions.BaseDistribution]:
@@ -268,16 +268,16 @@ def _distributions(view: RunView) -> dict[str, optuna.distributions.BaseDistribu
     from optuna.distributions import CategoricalDistribution, IntDistribution
 
     values: dict[str, list[Any]] = {}
-    for each, _ in _list_compared(view):
-        for key, value in _params(each).items():
+    for entry, _ in _list_compared(view):
+        for key, value in _params(entry).items():
             values.setdefault(key, []).append(value)
-    found: dict[str, optuna.distributions.BaseDistribution] = {}
-    for key, tried in values.items():
+    distributions: dict[str, optuna.distributions.BaseDistribution] = {}
+    for key, listed in values.items():
         if key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-            found[key] = IntDistribution(min(tried), max(tried), log=True)
+            distributions[key] = IntDistribution(min(listed), max(listed), log=True)
         else:
-            found[key] = CategoricalDistribution(tuple(dict.fromkeys(tried)))
-    return found
+            distributions[key] = CategoricalDistribution(tuple(dict.fromkeys(listed)))
+    return distributions
 
 
 def _columns(table: list[dict[str, Any]]) -> list[str]:

@@ -32,7 +32,7 @@ class LiveView(Observer):
         self._trials = Path()
         self._view: RunView | None = None
         self._built_at: tuple[int, int] | None = None
-        self._shown: object = None
+        self._last_shown: object = None
 
     def follow(self, trials: Path) -> None:
         self._trials = trials
@@ -59,8 +59,8 @@ class LiveView(Observer):
         """Show an incomplete table on a terminal; it disappears at the end."""
         if self._live is not None:
             self._live.transient = True
-            shown = terminal.rich_table(table, self._console.width)
-            self._live.update(Group(terminal.as_text(heading), shown), refresh=True)
+            rows = terminal.rich_table(table, self._console.width)
+            self._live.update(Group(terminal.as_text(heading), rows), refresh=True)
 
     def waited(self, run: Run) -> None:
         if self._live is None or not run.has_begun:
@@ -70,23 +70,23 @@ class LiveView(Observer):
             self._view, self._built_at = RunView(run), state
         view = self._view
         cells = []
-        for each in view.trials[-_LAST_TRIALS:]:
-            folder = self._trials / each.trial.name
-            result = each.result if each.outcome else progress.describe_activity(folder)
-            cells.append((each.label, result))
+        for trial_view in view.trials[-_LAST_TRIALS:]:
+            folder = self._trials / trial_view.trial.name
+            result = trial_view.result if trial_view.outcome else progress.describe_activity(folder)
+            cells.append((trial_view.label, result))
         lines = (view.verdict.headline, *progress.describe_progress(run))
-        if (cells, lines) == self._shown:
+        if (cells, lines) == self._last_shown:
             return
-        self._shown = cells, lines
+        self._last_shown = cells, lines
         bar = RichTable.grid()  # a bar outside a table does not end its line
         bar.add_row(ProgressBar(total=run.plan.max_trials, completed=len(view.ended), width=60))
-        below: list[RenderableType] = [bar, *map(terminal.as_text, lines)]
-        self._live.update(self._fit(cells, below), refresh=True)
+        footer: list[RenderableType] = [bar, *map(terminal.as_text, lines)]
+        self._live.update(self._fit(cells, footer), refresh=True)
 
-    def _fit(self, cells: Sequence[tuple[str, str]], below: Sequence[RenderableType]) -> Group:
+    def _fit(self, cells: Sequence[tuple[str, str]], footer: Sequence[RenderableType]) -> Group:
         """Return the table of the latest trials that the terminal's height allows."""
         table = Table(("trial", "result"), cells, names=("trial",))
-        shown = Group(terminal.rich_table(table, self._console.width), *below)
-        if len(cells) > 1 and len(self._console.render_lines(shown)) >= self._console.height:
-            return self._fit(cells[1:], below)
-        return shown
+        group = Group(terminal.rich_table(table, self._console.width), *footer)
+        if len(cells) > 1 and len(self._console.render_lines(group)) >= self._console.height:
+            return self._fit(cells[1:], footer)
+        return group

@@ -31,7 +31,7 @@ class Narrator(Observer):
     def __init__(self, say: Callable[[Kind, str], None]) -> None:
         self._say = say
         self._warned: set[str] = set()
-        self._told_flags: dict[str, str] = {}
+        self._known_flags: dict[str, str] = {}
 
     def started(self, run: Run, trial: Trial) -> None:
         """Log that a trial profiles the model, which may take minutes."""
@@ -51,12 +51,12 @@ class Narrator(Observer):
         if outcome.profile is None or trial.kind is not TrialKind.PROFILE:
             self._say(kind, _describe_trial(run, trial, outcome))
         flags = run.batch_flag.names
-        for flag in flags.keys() - self._told_flags.keys():
+        for flag in flags.keys() - self._known_flags.keys():
             self._say(Kind.RUN, f"note: from now on, trials set {flag} to their {flags[flag]}")
-        for flag in self._told_flags.keys() - flags.keys():
-            what = self._told_flags[flag]
-            self._say(Kind.RUN, f"note: trials no longer set {flag} to their {what}")
-        self._told_flags = flags
+        for flag in self._known_flags.keys() - flags.keys():
+            size = self._known_flags[flag]
+            self._say(Kind.RUN, f"note: trials no longer set {flag} to their {size}")
+        self._known_flags = flags
 
     def began(self, run: Run, forecast: Forecast | None) -> None:
         """Log the memory that each strategy needs, or that predictions are disabled."""

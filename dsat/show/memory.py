@@ -27,14 +27,14 @@ def longest_sequence(run: Run) -> tuple[int, str] | None:
     The source is `--max-seq-length` if set, else the model's maximum if lengths varied and it is
     larger, else the longest sequence seen.
     """
-    seen = [o.sequences for o in run.outcomes.values() if o.sequences is not None]
-    if not seen:
+    sequences = [o.sequences for o in run.outcomes.values() if o.sequences is not None]
+    if not sequences:
         return None
     if run.plan.max_seq_length is not None:
         return run.plan.max_seq_length, "--max-seq-length"
-    longest = max(lengths.longest for lengths in seen)
-    takes = max(lengths.model_takes or 0 for lengths in seen)
-    if takes > longest and any(lengths.shortest < longest for lengths in seen):
+    longest = max(lengths.longest for lengths in sequences)
+    takes = max(lengths.model_takes or 0 for lengths in sequences)
+    if takes > longest and any(lengths.shortest < longest for lengths in sequences):
         return takes, "the model's max_position_embeddings"
     return longest, "the longest one seen"
 

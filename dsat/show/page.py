@@ -46,10 +46,10 @@ def watch_parts(view: RunView, train_line: str) -> dict[str, Any]:
     return {"html": _render("body.html", **values), "specs": specs}
 
 
-def _render(which: str, /, **values: Any) -> str:
+def _render(name: str, /, **values: Any) -> str:
     """Render a template with values, style, script and Vega."""
     common = {"css": _template("page.css"), "script": _template("page.js"), "vega": _vega()}
-    text: str = _environment().get_template(which).render({**common, **values})
+    text: str = _environment().get_template(name).render({**common, **values})
     return text
 
 
@@ -96,13 +96,13 @@ def _vega() -> str:
         return ""
     # Bundling takes some seconds, more than a short trial, so its result is cached.
     version = metadata.version("vl-convert-python")
-    kept = cache_folder("report") / f"vega-{version}-{_VEGA_LITE}.js"
-    if kept.is_file():
-        return kept.read_text(encoding="utf-8")
+    cached = cache_folder("report") / f"vega-{version}-{_VEGA_LITE}.js"
+    if cached.is_file():
+        return cached.read_text(encoding="utf-8")
     snippet = "window.vegaEmbed = vegaEmbed;"
     bundle: str = vl_convert.javascript_bundle(snippet, vl_version=_VEGA_LITE)
     script = bundle.replace("</script", "<\\/script")
-    write_cache(kept, script)
+    write_cache(cached, script)
     return script
 
 

@@ -31,8 +31,8 @@ class PastRun:
 
     @property
     def trials(self) -> Path:
-        below = self.folder / TRIALS_FOLDER
-        return below if below.is_dir() else self.folder
+        folder = self.folder / TRIALS_FOLDER
+        return folder if folder.is_dir() else self.folder
 
     @property
     def state(self) -> str:
@@ -44,12 +44,12 @@ class PastRun:
 
 def folders(above: Path | None = None) -> list[Path]:
     """Return run folders, newest first: `above` and those in it; by default all in `dsat_runs`."""
-    below = RUNS_FOLDER if above is None else above
-    candidates = sorted(below.iterdir()) if below.is_dir() else []
-    found = [folder for folder in candidates if _is_of_run(folder, if_hidden=above is None)]
+    folder = RUNS_FOLDER if above is None else above
+    candidates = sorted(folder.iterdir()) if folder.is_dir() else []
+    runs = [folder for folder in candidates if _is_of_run(folder, if_hidden=above is None)]
     if above is not None and _is_of_run(above, if_hidden=True):
-        found.append(above)
-    return sorted(found, key=changed_s, reverse=True)
+        runs.append(above)
+    return sorted(runs, key=changed_s, reverse=True)
 
 
 def _is_of_run(folder: Path, *, if_hidden: bool) -> bool:
@@ -95,16 +95,16 @@ def load_all(above: Path | None = None) -> tuple[list[tuple[PastRun, RunView]], 
         raise UserInputError(
             "is not a folder", where=str(above), hint="Name a folder of runs, such as dsat_runs."
         )
-    found, unread = [], []
+    runs, unread = [], []
     for folder in folders(above):
         try:
             past = load(folder)
-            found.append((past, RunView(past.run)))
+            runs.append((past, RunView(past.run)))
         except (JournalError, UserInputError, OSError) as error:
             unread.append(str(error))
         except Exception as error:  # values that this version cannot show
             unread.append(f"{folder}: cannot be shown ({type(error).__name__}: {error})")
-    return found, unread
+    return runs, unread
 
 
 def find(path: Path | None) -> Path:

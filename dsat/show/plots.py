@@ -33,17 +33,17 @@ def make_plots(view: RunView) -> list[Spec]:
 def _throughput(view: RunView) -> Spec | None:
     """Plot the metric over the micro batch, a line per strategy; mark trials out of memory."""
     metric = view.plan.metric
-    tried = [each for each in view.trials if each.trial.kind is not TrialKind.PROFILE]
-    shown = [_row(each, metric) for each in tried]
-    if not shown:
+    compared = [v for v in view.trials if v.trial.kind is not TrialKind.PROFILE]
+    rows = [_row(v, metric) for v in compared]
+    if not rows:
         return None
-    ran = [row for row in shown if row["value"] is not None]
-    lost = [row for row in shown if row["out_of_memory"]]
+    ran = [row for row in rows if row["value"] is not None]
+    lost = [row for row in rows if row["out_of_memory"]]
     upper: dict[Any, Spec] = {}
-    for each in view.ranked:  # the best of each strategy and micro batch
-        row = _row(each, metric)
+    for trial_view in view.ranked:  # the best of each strategy and micro batch
+        row = _row(trial_view, metric)
         upper.setdefault((row["strategy"], row["micro_batch"]), row)
-    sizes = sorted({row["micro_batch"] for row in shown})
+    sizes = sorted({row["micro_batch"] for row in rows})
     powers = [2**n for n in range(30) if sizes[0] <= 2**n <= sizes[-1]]
     x = _number(
         "micro_batch",
@@ -51,8 +51,8 @@ def _throughput(view: RunView) -> Spec | None:
         scale={"type": "log", "base": 2},
         axis={"values": powers if len(powers) > 1 else sizes},
     )
-    of_axis = {"format": "~s"}  # 15G, not 15,000,000,000
-    y = _number("value", f"{metric} ({METRICS[metric].unit})", axis=of_axis)
+    axis = {"format": "~s"}  # 15G, not 15,000,000,000
+    y = _number("value", f"{metric} ({METRICS[metric].unit})", axis=axis)
     interval = {"x": x, "y": {**y, "field": "low"}, "y2": {"field": "high"}}
     names = sorted({str(row["strategy"]) for row in (*ran, *lost)})
     look = _colours_of_strategies(names)
@@ -60,11 +60,11 @@ def _throughput(view: RunView) -> Spec | None:
     tips = {"tooltip": _tips("name", "shown", "changes")}
     best = {"condition": {"test": "datum.best", "value": _BEST}, "value": None}
     cross = {"type": "text", "text": "✕", "size": 14, "baseline": "middle"}
-    its_interval = " with its 95 % interval" if METRICS[metric].has_interval else ""
-    at_the_foot = {"value": {"expr": "height - 8"}}
+    interval_text = " with its 95 % interval" if METRICS[metric].has_interval else ""
+    bottom = {"value": {"expr": "height - 8"}}
     return _plot(
         f"{metric} over the micro batch",
-        f"One point for each trial{its_interval}, a line through the best of each strategy; ✕ "
+        f"One point for each trial{interval_text}, a line through the best of each strategy; ✕ "
         "marks trials that ran out of memory.",
         320,
         _layer(list(upper.values()), {"type": "line", "opacity": 0.5}, {"x": x, "y": y, **colour}),
@@ -75,18 +75,18 @@ def _throughput(view: RunView) -> Spec | None:
             {"x": x, "y": y, **look, "stroke": best, "strokeWidth": {"value": 3}, **tips},
             name="ran",
         ),
-        _layer(lost, cross, {"x": x, "y": at_the_foot, **colour, **tips}, name="oom"),
+        _layer(lost, cross, {"x": x, "y": bottom, **colour, **tips}, name="oom"),
     )
 
 
 def _step_times(view: RunView) -> Spec | None:
     """Plot the parts of an optimizer step per sample, so that batches compare."""
     rows = []
-    for each in view.ranked[:_MOST_BARS]:
-        metrics = each.outcome and each.outcome.metrics
+    for trial_view in view.ranked[:_MOST_BARS]:
+        metrics = trial_view.outcome and trial_view.outcome.metrics
         if metrics:
             times = step_parts.milliseconds(metrics)
-            name, size = each.trial.name, each.trial.batch.train_batch_size
+            name, size = trial_view.trial.name, trial_view.trial.batch.train_batch_size
             rows += [
                 {"name": name, "part": part, "ms": time / size, "order": order}
                 for order, (part, time) in enumerate(zip(step_parts.PARTS, times, strict=True))
@@ -103,21 +103,21 @@ def _step_times(view: RunView) -> Spec | None:
     return _plot(title, text, {"step": 16}, _layer(rows, "bar", encoding)) if rows else None
 
 
-def _row(each: TrialView, metric: str) -> dict[str, Any]:
-    outcome, batch = each.outcome, each.trial.batch
+def _row(view: TrialView, metric: str) -> dict[str, Any]:
+    outcome, batch = view.outcome, view.trial.batch
     measured = outcome.metrics if outcome else None
     ci95 = measured.ci95 if measured and METRICS[metric].has_interval else 0.0
     return {
-        "name": each.trial.name,
-        "strategy": fmt.strategy(each.trial.strategy),
+        "name": view.trial.name,
+        "strategy": fmt.strategy(view.trial.strategy),
         "micro_batch": batch.micro_batch,
-        "value": each.value,
-        "low": each.value and each.value * (1 - ci95),
-        "high": each.value and each.value * (1 + ci95),
-        "best": each.is_best,
+        "value": view.value,
+        "low": view.value and view.value * (1 - ci95),
+        "high": view.value and view.value * (1 + ci95),
+        "best": view.is_best,
         "out_of_memory": outcome is not None and outcome.kind.is_out_of_memory,
-        "shown": each.result,
-        "changes": each.changes,
+        "shown": view.result,
+        "changes": view.changes,
     }
 
 
@@ -139,8 +139,8 @@ def _layer(rows: Rows, mark: str | Spec, encoding: Spec, name: str | None = None
 
 
 def _number(field: str, title: str | None = None, **more: Any) -> Spec:
-    found = {"field": field, "type": "quantitative", **more}
-    return found if title is None else {**found, "title": title}
+    encoding = {"field": field, "type": "quantitative", **more}
+    return encoding if title is None else {**encoding, "title": title}
 
 
 def _nominal(field: str, domain: Sequence[str]) -> Spec:

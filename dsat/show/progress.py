@@ -19,9 +19,9 @@ _RECENT = 20
 
 def describe_progress(run: Run) -> list[str]:
     """Return lines on an unfinished run: number of trials, and the time left if known."""
-    found = [f"{len(run.outcomes)} of at most {run.plan.max_trials} trials"]
-    left = time_left(run)
-    return found if left is None else [*found, left]
+    lines = [f"{len(run.outcomes)} of at most {run.plan.max_trials} trials"]
+    remaining = time_left(run)
+    return lines if remaining is None else [*lines, remaining]
 
 
 def describe_activity(trial_folder: Path) -> str:
@@ -50,15 +50,15 @@ def time_left(run: Run) -> str | None:
     if len(took) < _LEAST_TRIALS:
         return None
     most = run.plan.max_trials
-    left = most - len(run.outcomes)
-    if left <= 0:
+    remaining = most - len(run.outcomes)
+    if remaining <= 0:
         return None
-    alone = left
+    alone = remaining
     if run.finals is None:
-        alone = min(left, finals.reserved(most - count_finals(run), run.plan.finals))
-    at_once = 1 + max(run.neighbours.get(trial_id, 0) for trial_id in recent)
-    rounds = alone + -(-(left - alone) // at_once)
+        alone = min(remaining, finals.reserved(most - count_finals(run), run.plan.finals))
+    concurrent = 1 + max(run.neighbours.get(trial_id, 0) for trial_id in recent)
+    rounds = alone + -(-(remaining - alone) // concurrent)
     quartiles = statistics.quantiles(took, n=4, method="inclusive")
     low, high = (fmt.duration(rounds * seconds) for seconds in (quartiles[0], quartiles[-1]))
     span = low if low == high else f"{low} to {high}"
-    return f"at most {fmt.count(left, 'more trial')} ({span})"
+    return f"at most {fmt.count(remaining, 'more trial')} ({span})"

@@ -17,36 +17,36 @@ _WORKERS = "worker"  # in names of switches for the number of processes that loa
 
 def milliseconds(metrics: Metrics) -> tuple[float, ...]:
     """Return the ms of an optimizer step in each of `PARTS`."""
-    known = (metrics.forward, metrics.backward, metrics.step, metrics.data)
-    return (*known, max(0.0, metrics.latency - sum(known)))
+    parts = (metrics.forward, metrics.backward, metrics.step, metrics.data)
+    return (*parts, max(0.0, metrics.latency - sum(parts)))
 
 
 def advice(run: Run) -> list[str]:
     """Return sentences with remedies if waiting for data or an offloaded optimizer is slow."""
-    own, best = _metrics(run, run.baseline), _metrics(run, run.best)
+    baseline, best = _metrics(run, run.baseline), _metrics(run, run.best)
     if best is None:
         return []
-    return [*_advise_on_data(run, own or best, best), *_advise_on_optimizer(run, best)]
+    return [*_advise_on_data(run, baseline or best, best), *_advise_on_optimizer(run, best)]
 
 
-def _advise_on_data(run: Run, own: Metrics, best: Metrics) -> Iterator[str]:
+def _advise_on_data(run: Run, baseline: Metrics, best: Metrics) -> Iterator[str]:
     names = dict.fromkeys(name for trial in run.trials.values() for name in trial.script_args)
-    tried = [name for name in names if _WORKERS in name]
-    share, its = own.data / own.latency, best.data / best.latency
-    if share >= _DATA > its:
+    workers = [name for name in names if _WORKERS in name]
+    share, best_share = baseline.data / baseline.latency, best.data / best.latency
+    if share >= _DATA > best_share:
         yield (
             f"Time: your configuration waits for data {fmt.percent(share)} of a step, and the best "
-            f"configuration {fmt.percent(its)}."
+            f"configuration {fmt.percent(best_share)}."
         )
-    if its < _DATA:
+    if best_share < _DATA:
         return
     remedy = (
         "Give the data loader more worker processes (num_workers), or do less work per sample. If "
         "your script has a flag for workers, --vary --FLAG=0,4,8 searches it"
     )
-    if tried:
-        remedy = f"More worker processes may help: list higher values of {tried[0]} with --vary"
-    waits = f"the best configuration waits for data {fmt.percent(its)} of a step"
+    if workers:
+        remedy = f"More worker processes may help: list higher values of {workers[0]} with --vary"
+    waits = f"the best configuration waits for data {fmt.percent(best_share)} of a step"
     yield f"Time: {waits}. {remedy}."
 
 

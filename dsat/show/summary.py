@@ -43,8 +43,8 @@ def markdown(view: RunView, train_line: str) -> str:
     """Return the text of `summary.md`."""
     lines = [f"# {view.title}", "", *(f"{line}\n" for line in view.verdict.lines)]
     if view.best is not None:
-        with_it = f"it: `{train_line}`" if train_line else f"`{BEST_CONFIG_FILE}`."
-        lines += [f"Train with {with_it}", ""]
+        source = f"it: `{train_line}`" if train_line else f"`{BEST_CONFIG_FILE}`."
+        lines += [f"Train with {source}", ""]
     lines += [*(f"- {line}" for line in view.facts), ""]
     lines += [*view.stage_table().markdown(), "", "## All trials", ""]
     lines += view.trial_table().markdown()

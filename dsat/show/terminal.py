@@ -50,11 +50,11 @@ def as_text(text: str) -> Text:
 def show(stream: Any, parts: Iterable[Part]) -> None:
     """Print parts of an output; strings, such as commands, are not wrapped."""
     into = console(stream)
-    for each in parts:
-        if isinstance(each, str):
-            into.print(as_text(each), soft_wrap=True)
+    for part in parts:
+        if isinstance(part, str):
+            into.print(as_text(part), soft_wrap=True)
         else:
-            into.print(rich_table(each, into.width) if isinstance(each, Table) else each)
+            into.print(rich_table(part, into.width) if isinstance(part, Table) else part)
 
 
 def rich_table(table: Table, width: int) -> RichTable:
@@ -62,12 +62,12 @@ def rich_table(table: Table, width: int) -> RichTable:
     optional = list(table.optional)
     while optional and _width(table) > width:
         table = table.without(optional.pop(0))
-    found = RichTable()
+    rich = RichTable()
     for heading in table.headings:
-        found.add_column(as_text(heading), no_wrap=heading in table.names, overflow="fold")
+        rich.add_column(as_text(heading), no_wrap=heading in table.names, overflow="fold")
     for row in table.rows:
-        found.add_row(*map(as_text, row))
-    return found
+        rich.add_row(*map(as_text, row))
+    return rich
 
 
 def _width(table: Table) -> int:
@@ -84,9 +84,9 @@ def _width(table: Table) -> int:
 def describe_result(view: RunView) -> list[Part]:
     """Return the verdict of a run, its table of stages and its facts."""
     stages: list[Part] = [view.stage_table()] if view.stages else []
-    headline, *others = map(as_text, view.verdict.lines)
+    headline, *rest = map(as_text, view.verdict.lines)
     headline.stylize("bold")
-    return [headline, *others, *stages, *map(as_text, view.facts)]
+    return [headline, *rest, *stages, *map(as_text, view.facts)]
 
 
 def describe_run(view: RunView, folder: Path, state: str) -> list[Part]:
@@ -111,10 +111,10 @@ def describe_trial(run: Run, trial: Trial, folder: Path) -> list[Part]:
         f"batch {batch.train_batch_size}",
         f"result: {view.result}",
     ]
-    found: list[Part] = [*map(as_text, lines)]
+    parts: list[Part] = [*map(as_text, lines)]
     if view.outcome is not None:
-        found += _describe_outcome(run, view, view.outcome)
-    return [*found, *_tails(folder)]
+        parts += _describe_outcome(run, view, view.outcome)
+    return [*parts, *_tails(folder)]
 
 
 def trial_to_json(run: Run, trial: Trial, folder: Path) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def trial_to_json(run: Run, trial: Trial, folder: Path) -> dict[str, Any]:
     return {
         **view.to_json(),
         "folder": str(folder),
-        "changes": {key: {"own": own, "here": here} for key, own, here in _changes(run, trial)},
+        "changes": {key: {"own": yours, "here": new} for key, yours, new in _changes(run, trial)},
         "memory": None if memory is None else asdict(memory),
         "detail": "" if view.outcome is None else view.outcome.detail,
         "warnings": [] if view.outcome is None else list(view.outcome.warnings),
@@ -135,7 +135,7 @@ def compare_runs(views: Views) -> list[Part]:
     """Return a table of two or more runs, differences of their best trials, and caveats."""
     columns = [_column(view) for view in views.values()]
     rows = [(key, *(column[key] for column in columns)) for key in columns[0]]
-    found: list[Part] = [Table(("", *views), rows)]
+    parts: list[Part] = [Table(("", *views), rows)]
     trials = [(view.plan, view.best.trial) for view in views.values() if view.best is not None]
     settings = [
         flat(hide_secrets_in_values({**plan.config(trial.overrides), **trial.script_args}))
@@ -143,16 +143,16 @@ def compare_runs(views: Views) -> list[Part]:
     ]
     if len(settings) == len(views):
         differing = [
-            (key, *(fmt.setting(each.get(key)) or "(not set)" for each in settings))
-            for key in sorted({key for each in settings for key in each})
-            if len({repr(each.get(key)) for each in settings}) > 1
+            (key, *(fmt.setting(s.get(key)) or "(not set)" for s in settings))
+            for key in sorted({key for s in settings for key in s})
+            if len({repr(s.get(key)) for s in settings}) > 1
         ]
         if differing:
-            found.append(as_text("where the best configurations differ:"))
-            found.append(Table(("setting", *views), differing))
+            parts.append(as_text("where the best configurations differ:"))
+            parts.append(Table(("setting", *views), differing))
         else:
-            found.append(as_text("the best configurations are the same"))
-    return [*found, *map(as_text, _caveats(views))]
+            parts.append(as_text("the best configurations are the same"))
+    return [*parts, *map(as_text, _caveats(views))]
 
 
 def comparison_to_json(views: Views, folders: Mapping[str, Path]) -> dict[str, Any]:
@@ -177,31 +177,31 @@ def list_runs(runs: Iterable[tuple[PastRun, RunView]]) -> list[Part]:
 
 
 def _describe_outcome(run: Run, view: TrialView, outcome: Outcome) -> list[Part]:
-    found: list[Part] = [as_text(f"took {fmt.duration(outcome.duration_s)}")]
-    found += [as_text(f"warning: {text}") for text in outcome.warnings]
+    parts: list[Part] = [as_text(f"took {fmt.duration(outcome.duration_s)}")]
+    parts += [as_text(f"warning: {text}") for text in outcome.warnings]
     if outcome.metrics is not None:
-        found.append(Table(("measured", "value"), _measured(outcome.metrics)))
+        parts.append(Table(("measured", "value"), _measured(outcome.metrics)))
     if changes := _changes(run, view.trial):
-        found.append(as_text("settings that differ from your configuration:"))
-        found.append(Table(("setting", "yours", "here"), changes))
+        parts.append(as_text("settings that differ from your configuration:"))
+        parts.append(Table(("setting", "yours", "here"), changes))
     if view.trial.predicted_bytes is not None:
         predicted = fmt.memory(view.trial.predicted_bytes)
-        found.append(as_text(f"predicted memory per device: {predicted}"))
+        parts.append(as_text(f"predicted memory per device: {predicted}"))
     if outcome.memory is not None:
-        found += _describe_memory(outcome.memory)
+        parts += _describe_memory(outcome.memory)
     if outcome.detail:
-        found += [as_text("output of the script:"), as_text(outcome.detail.rstrip())]
-    return found
+        parts += [as_text("output of the script:"), as_text(outcome.detail.rstrip())]
+    return parts
 
 
 def _describe_memory(memory: MemoryUse) -> Iterator[Part]:
     """Yield a table of the memory by phase, without columns that a CPU does not have."""
-    known = {
+    sizes_by_heading = {
         "tensors": memory.allocated_bytes,
         "reserved by the allocator": memory.reserved_bytes,
         "resident set of the process": memory.host_rss_bytes,
     }
-    columns = {heading: sizes for heading, sizes in known.items() if sizes}
+    columns = {heading: sizes for heading, sizes in sizes_by_heading.items() if sizes}
     phases = [phase for phase in _PHASES if any(phase in sizes for sizes in columns.values())]
     if phases:
         rows = [(p, *(fmt.memory(sizes.get(p)) for sizes in columns.values())) for p in phases]

@@ -40,13 +40,13 @@ class GainView:
     """
 
     def __init__(self, run: Run) -> None:
-        found, self.ratio, self.finals = gain(run), search_gain(run), _finals_json(run)
+        measured, self.ratio, self.finals = gain(run), search_gain(run), _finals_json(run)
         self.own_value = None if run.baseline is None else final_value(run, run.baseline)
         self.text = "-" if self.ratio is None else f"{self.ratio:.2f}x, unconfirmed"
         if run.best is not None and run.best is run.baseline:
             self.ratio, self.text = 1.0, "1.00x, your own"
-        elif found is not None:
-            self.ratio, self.text = found.ratio, say_gain(found)
+        elif measured is not None:
+            self.ratio, self.text = measured.ratio, say_gain(measured)
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,10 @@ def verdict(run: Run) -> Verdict:
 
 def search_gain(run: Run) -> float | None:
     """Return the gain of `run.best_value` over the user's own value; None unless both exist."""
-    own = None if run.baseline is None else final_value(run, run.baseline)
-    if own is None or run.best_value is None:
+    user_value = None if run.baseline is None else final_value(run, run.baseline)
+    if user_value is None or run.best_value is None:
         return None
-    return run.plan.objective.gain(run.best_value, own)
+    return run.plan.objective.gain(run.best_value, user_value)
 
 
 def gain(run: Run) -> Gain | None:
@@ -116,12 +116,12 @@ def gain(run: Run) -> Gain | None:
     return run.finals.comparison.gain
 
 
-def say_gain(found: Gain) -> str:
+def say_gain(result: Gain) -> str:
     """Write a gain as `1.42x (1.38 to 1.46)`, with three decimals for narrow intervals."""
-    if found.is_unknown:
-        return f"{found.ratio:.2f}x (too noisy to tell)"
-    digits = 2 if found.high - found.low >= 0.02 else 3
-    low, ratio, high = (f"{value:.{digits}f}" for value in (found.low, found.ratio, found.high))
+    if result.is_unknown:
+        return f"{result.ratio:.2f}x (too noisy to tell)"
+    digits = 2 if result.high - result.low >= 0.02 else 3
+    low, ratio, high = (f"{value:.{digits}f}" for value in (result.low, result.ratio, result.high))
     return f"{ratio}x ({low} to {high})"
 
 
@@ -129,7 +129,7 @@ def _finals_json(run: Run) -> dict[str, Any] | None:
     finals = run.finals
     if finals is None or finals.comparison is None or finals.pick is None:
         return None
-    same = finals.same_batch_gain
+    same_batch = finals.same_batch_gain
     return {
         "compared": run.trials[finals.pick.trial_id].name,
         "gain": asdict(finals.comparison.gain),
@@ -137,7 +137,7 @@ def _finals_json(run: Run) -> dict[str, Any] | None:
         "significant": finals.is_better,
         "recommended": finals.is_worth_it,
         "noise": finals.comparison.variation.sd,
-        "gain_at_own_global_batch": None if same is None else asdict(same),
+        "gain_at_own_global_batch": None if same_batch is None else asdict(same_batch),
     }
 
 
@@ -166,8 +166,8 @@ def _headline(run: Run, best: Trial) -> str:
     if gained.ratio is None or gained.own_value is None:
         return f"Use {best.name} ({value}): {_why_no_gain(run)}."
     change = fmt.change(metric, gained.own_value, run.best_value)
-    its, yours = best.batch.train_batch_size, run.plan.own_batch.train_batch_size
-    batch = "" if its == yours else f" with a global batch of {its} instead of {yours}"
+    size, yours = best.batch.train_batch_size, run.plan.own_batch.train_batch_size
+    batch = "" if size == yours else f" with a global batch of {size} instead of {yours}"
     if gained.ratio < 1:
         least = "the best within the batch sizes that you asked for"
         return f"Slower than yours, {gained.text}: {change}{batch}. {best.name} is {least}."
@@ -176,23 +176,23 @@ def _headline(run: Run, best: Trial) -> str:
 
 def _why_keep(run: Run) -> str:
     finals, trial = run.finals, _rival(run)
-    found = run.gain_of(trial)
+    gains = run.gain_of(trial)
     if finals is not None and finals.over:
         if finals.pick is None:
             return _NONE_CONFIRMED
-        trial, found = run.trials[finals.pick.trial_id], gain(run)
-    if trial is None or found is None:
+        trial, gains = run.trials[finals.pick.trial_id], gain(run)
+    if trial is None or gains is None:
         searched = _searched(run)
         if not searched:
             return "nothing else was measured"
         some_ran = any(outcome.ok for outcome in searched)
         return "nothing faster was found" if some_ran else "nothing else ran"
-    if found.ratio < 1:
-        return f"{trial.name} measured slower: {say_gain(found)}"
-    if found.low <= 1:
-        return f"{trial.name} is not significantly faster: {say_gain(found)}"
-    own, its = run.plan.own_batch.train_batch_size, trial.batch.train_batch_size
-    return f"a gain of {say_gain(found)} does not justify a global batch of {its} instead of {own}"
+    if gains.ratio < 1:
+        return f"{trial.name} measured slower: {say_gain(gains)}"
+    if gains.low <= 1:
+        return f"{trial.name} is not significantly faster: {say_gain(gains)}"
+    old, new = run.plan.own_batch.train_batch_size, trial.batch.train_batch_size
+    return f"a gain of {say_gain(gains)} does not justify a global batch of {new} instead of {old}"
 
 
 def _rival(run: Run) -> Trial | None:
@@ -219,9 +219,9 @@ def _describe_failures(run: Run) -> list[str]:
         return []
     endings = Counter(fmt.outcome(outcome, run.plan.metric) for outcome in failed)
     [(most, count)] = endings.most_common(1)
-    tried = (trial for trial in run.trials.values() if trial.kind is TrialKind.SEARCH)
+    trials = (trial for trial in run.trials.values() if trial.kind is TrialKind.SEARCH)
     flag = run.batch_flag.name
-    if flag and all(run.batch_flag.supersedes(trial) for trial in tried):
+    if flag and all(run.batch_flag.supersedes(trial) for trial in trials):
         most += f". Further trials would set {flag}: allow more trials (--max-trials)"
     if len(searched) == 1:
         return [f"the only other configuration did not run: {most}"]
@@ -234,27 +234,25 @@ def _describe_failures(run: Run) -> list[str]:
 
 def _why_no_gain(run: Run) -> str:
     """Explain why there is no ratio to the user's own configuration."""
-    own, first = run.baseline, next(iter(run.trials.values()))
+    baseline, first = run.baseline, next(iter(run.trials.values()))
     ended = run.outcomes.get(first.id)
-    if own in (None, first) and ended is not None and ended.kind.is_out_of_memory:
+    if baseline in (None, first) and ended is not None and ended.kind.is_out_of_memory:
         how = f"stage {first.stage}, micro batch {first.batch.micro_batch}"
         how += advice.blame_bucket(run, first)
         return f"your configuration runs out of memory ({how})"
-    if own is None or own.id not in run.outcomes:
+    if baseline is None or baseline.id not in run.outcomes:
         return "your configuration was not measured"
-    ended = run.outcomes[own.id]
+    ended = run.outcomes[baseline.id]
     how = "could not be measured" if ended.kind is OutcomeKind.INVALID else "did not run"
     return f"your configuration {how} ({fmt.outcome(ended, run.plan.metric)})"
 
 
 def _changed(run: Run, best: Trial) -> str:
-    found = [
-        each for each in differences(run.plan, best, own_switches(run)) if each.key != TRAIN_BATCH
-    ]
-    if best is run.baseline or not found:
+    changes = [d for d in differences(run.plan, best, own_switches(run)) if d.key != TRAIN_BATCH]
+    if best is run.baseline or not changes:
         return ""
-    more = f" and {len(found) - _MOST_CHANGES} more" if len(found) > _MOST_CHANGES else ""
-    return f"{', '.join(map(str, found[:_MOST_CHANGES]))}{more}."
+    rest = f" and {len(changes) - _MOST_CHANGES} more" if len(changes) > _MOST_CHANGES else ""
+    return f"{', '.join(map(str, changes[:_MOST_CHANGES]))}{rest}."
 
 
 def _confidence(run: Run, best: Trial) -> Iterator[str]:
@@ -315,18 +313,18 @@ def _no_finals(run: Run) -> str:
 
 def _batch_advice(run: Run, best: Trial) -> list[str]:
     """Return a sentence on the gain at the user's global batch, if the best has another."""
-    own, size = run.baseline, run.plan.own_batch.train_batch_size
-    if own is None or best.batch.train_batch_size == size:
+    baseline, size = run.baseline, run.plan.own_batch.train_batch_size
+    if baseline is None or best.batch.train_batch_size == size:
         return []
-    steps, gained = _steps_per_epoch(run, own, best), _at_own_batch(run, own, best)
+    steps, gained = _steps_per_epoch(run, baseline, best), _at_own_batch(run, baseline, best)
     keep = "To keep this batch, use --train-batch-size own."
     return [f"Batch: at your global batch of {size}, {gained}. {keep}{steps}"]
 
 
-def _steps_per_epoch(run: Run, own: Trial, best: Trial) -> str:
+def _steps_per_epoch(run: Run, baseline: Trial, best: Trial) -> str:
     """Return ` Steps per epoch: 100 -> 2.`, or nothing if the data's size is unknown."""
     counts = []
-    for trial in (own, best):
+    for trial in (baseline, best):
         outcome = run.outcomes.get(trial.id)
         if outcome is None or outcome.most_samples is None:
             return ""
@@ -335,25 +333,25 @@ def _steps_per_epoch(run: Run, own: Trial, best: Trial) -> str:
     return f" Steps per epoch: {before} -> {after}."
 
 
-def _at_own_batch(run: Run, own: Trial, best: Trial) -> str:
+def _at_own_batch(run: Run, baseline: Trial, best: Trial) -> str:
     finals, size = run.finals, run.plan.own_batch.train_batch_size
     if finals is not None and finals.over:
-        found, trial = finals.same_batch_gain, run.same_batch_final
+        same_batch, trial = finals.same_batch_gain, run.same_batch_final
         if trial is not None and trial.id in run.disqualified:
             return f"{trial.name} is excluded"
-        if found is not None and trial is not None:
-            return f"{trial.name} gains {say_gain(found)}"
+        if same_batch is not None and trial is not None:
+            return f"{trial.name} gains {say_gain(same_batch)}"
         if best.id not in finals.with_same_batch:
             other = "larger" if best.batch.train_batch_size > size else "smaller"
             return f"nothing faster was found: the whole gain comes from the {other} batch"
-    own_value = run.value(own)
+    user_value = run.value(baseline)
     measured = {
         run.value(trial) or 0.0: trial
         for trial in searched(run)
         if trial.batch.train_batch_size == size
     }
-    if not measured or own_value is None:
+    if not measured or user_value is None:
         return "nothing else was measured"
     value = min(measured, key=run.plan.objective.loss)
-    ratio = run.plan.objective.gain(value, own_value)
+    ratio = run.plan.objective.gain(value, user_value)
     return f"{measured[value].name} gains {ratio:.2f}x, unconfirmed"

@@ -60,11 +60,11 @@ class TrialView:
     @property
     def changes(self) -> str:
         """Settings besides stage and batch sizes, in one line."""
-        left_out = {*BATCH_KEYS, "zero_optimization.stage"}
+        excluded = {*BATCH_KEYS, "zero_optimization.stage"}
         return ", ".join(
             f"{key.removeprefix('zero_optimization.')}={fmt.setting(value)}"
             for key, value in self.settings.items()
-            if key not in left_out
+            if key not in excluded
         )
 
     @property
@@ -110,7 +110,7 @@ class RunView:
     """
 
     def __init__(self, run: Run) -> None:
-        best, own = run.best, run.baseline
+        best, baseline = run.best, run.baseline
         trials = {
             trial_id: TrialView(run, trial, is_best=trial is best)
             for trial_id, trial in run.trials.items()
@@ -121,7 +121,7 @@ class RunView:
         self.stages = list(_stages(run.plan, self.trials))
         self.best = None if best is None else trials[best.id]
         self.best_value, self.best_outcome = run.best_value, run.best_outcome
-        self.baseline = None if own is None else trials[own.id]
+        self.baseline = None if baseline is None else trials[baseline.id]
         self.gain, self.verdict = GainView(run), verdict(run)
         self.facts = list(_facts(run))
         self.warnings = list(
@@ -175,7 +175,7 @@ class RunView:
         stage and batch sizes. It is left out if it would be empty.
         """
         headings = ("trial", "micro batch", "gas", "result", "memory predicted", "memory used")
-        others = [self._other_changes(view.trial) for view in self.trials]
+        other_changes = [self._other_changes(view.trial) for view in self.trials]
         rows = [
             (
                 view.label,
@@ -187,7 +187,7 @@ class RunView:
                 "" if view.took_s is None else fmt.duration(view.took_s),
                 changes,
             )
-            for view, changes in zip(self.trials, others, strict=True)
+            for view, changes in zip(self.trials, other_changes, strict=True)
         ]
         table = Table(
             (*headings, "took", "other changes"),
@@ -195,11 +195,11 @@ class RunView:
             names=("trial",),
             optional=("took", "memory predicted", "gas", "memory used"),
         )
-        return table if any(others) else table.without("other changes")
+        return table if any(other_changes) else table.without("other changes")
 
     def _other_changes(self, trial: Trial) -> str:
-        found = differences(self.plan, trial, self.own_switches)
-        return ", ".join(str(each) for each in found if each.key not in (STAGE, *BATCH_KEYS))
+        changed = differences(self.plan, trial, self.own_switches)
+        return ", ".join(str(d) for d in changed if d.key not in (STAGE, *BATCH_KEYS))
 
     def to_json(self, folder: Path) -> dict[str, Any]:
         return {
@@ -222,13 +222,13 @@ class RunView:
 
 def _stages(plan: Plan, views: list[TrialView]) -> Iterator[StageView]:
     """Yield a row for each strategy, from the search's ended trials and the user's own."""
-    tried = [
+    compared = [
         view
         for view in views
         if view.trial.kind in (TrialKind.BASELINE, TrialKind.SEARCH) and view.outcome is not None
     ]
-    for strategy in sorted({view.trial.strategy for view in tried}):
-        trials = [view for view in tried if view.trial.strategy == strategy]
+    for strategy in sorted({view.trial.strategy for view in compared}):
+        trials = [view for view in compared if view.trial.strategy == strategy]
         kinds = [view.outcome.kind for view in trials if view.outcome is not None]
         ran = [view for view in trials if view.value is not None]
         best = min(ran, key=lambda view: plan.objective.loss(view.value or 0.0), default=None)
@@ -269,9 +269,9 @@ def _trial_counts(run: Run) -> str:
     parts = [str(len(kinds))]
     if finals:
         parts = [f"{len(kinds)} ({len(kinds) - finals} of the search, {finals} of the finals)"]
-    left = run.plan.max_trials - len(kinds)
-    if left > 0 and not finals and is_of_budget(run.stop_reason):
-        parts.append(f"{left} reserved for finals, not needed")
+    remaining = run.plan.max_trials - len(kinds)
+    if remaining > 0 and not finals and is_of_budget(run.stop_reason):
+        parts.append(f"{remaining} reserved for finals, not needed")
     return "; ".join(parts)
 
 

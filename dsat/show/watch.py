@@ -93,8 +93,8 @@ class _Handler(BaseHTTPRequestHandler):
                 past = _load(self.server.folder, _version(self.server.folder))
                 self._send(200, _HTML, page.watch_html(RunView(past.run), str(past.folder)))
             elif is_known and page_name == "state":
-                known = parse_qs(query).get("version", [""])[0]
-                self._send(200, _JSON, json.dumps(_state(self.server.folder, known)))
+                version = parse_qs(query).get("version", [""])[0]
+                self._send(200, _JSON, json.dumps(_state(self.server.folder, version)))
             else:
                 self._send(404, _TEXT, "There is no such page.")
         except (UserInputError, JournalError, OSError) as error:
@@ -108,25 +108,25 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode(errors="replace"))
 
 
-def _state(folder: Path, known: str) -> dict[str, Any]:
-    """Return the status line, and the report if it changed since the version `known`."""
+def _state(folder: Path, shown_version: str) -> dict[str, Any]:
+    """Return the status line, and the report if it changed since the version `shown_version`."""
     version = _version(folder)
     past = _load(folder, version)
-    found = {"status": _status_line(past), "version": str(version)}
-    if known == found["version"]:
-        return found
+    state = {"status": _status_line(past), "version": str(version)}
+    if shown_version == state["version"]:
+        return state
     train_line = summary.read_train_line(past.folder)
-    return {**found, **page.watch_parts(RunView(past.run), train_line)}
+    return {**state, **page.watch_parts(RunView(past.run), train_line)}
 
 
 def _status_line(past: PastRun) -> str:
-    first, *others = progress.describe_progress(past.run)
+    first, *rest = progress.describe_progress(past.run)
     if not past.is_running:
         return f"{first}; {past.state}"
     doing = [
         f"{t.name}: {progress.describe_activity(past.trials / t.name)}" for t in past.run.running
     ]
-    return "; ".join([first, past.state, *others, *doing])
+    return "; ".join([first, past.state, *rest, *doing])
 
 
 def _version(folder: Path) -> tuple[int, ...]:
