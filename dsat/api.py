@@ -353,9 +353,9 @@ def _tune_here(ready: Prepared, callbacks: Sequence[Callback]) -> Result:
 
 def _result(summary: Mapping[str, Any], *, run_dir: Path | None, **known: Any) -> Result:
     """Make a `Result` from a run's summary; fields that the summary lacks get their defaults."""
-    same = "metric best best_value baseline gain stop_reason wall_s".split()
+    names = "metric best best_value baseline gain stop_reason wall_s".split()
     return Result(
-        **{name: summary[name] for name in same if name in summary},
+        **{name: summary[name] for name in names if name in summary},
         best_config=summary.get("best_ds_config"),
         trials=tuple(summary.get("trials", ())),
         warnings=tuple(summary.get("warnings", ())),

@@ -154,16 +154,14 @@ def read_keywords(
         UserInputError: a value is wrong.
         TypeError: a keyword is unknown.
     """
-    by_keyword = {
-        keyword: each for each in options if not each.shell_only for keyword in each.keywords
-    }
+    options_by_keyword = {keyword: o for o in options if not o.shell_only for keyword in o.keywords}
     values, words = {}, {}
     for keyword, value in given.items():
-        if keyword not in by_keyword:
-            hint = did_you_mean(keyword, by_keyword).strip()
+        if keyword not in options_by_keyword:
+            hint = did_you_mean(keyword, options_by_keyword).strip()
             problem = f"{called} got an unexpected keyword argument {keyword!r}. {hint}"
             raise TypeError(problem.strip())
-        declared = by_keyword[keyword]
+        declared = options_by_keyword[keyword]
         name = declared.name or declared.keyword
         try:
             values[name] = declared.from_python(value)
@@ -176,12 +174,12 @@ def read_keywords(
 def document(function: Any, options: Iterable[Option]) -> None:
     """Add options to a function's signature and docstring, for `help()` and notebooks."""
     signature = inspect.signature(function)
-    known = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    listed = [own for own in options if not own.shell_only]
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    listed = [o for o in options if not o.shell_only]
     keywords = [
-        inspect.Parameter(own.keyword, inspect.Parameter.KEYWORD_ONLY, default=own.default)
-        for own in listed
+        inspect.Parameter(o.keyword, inspect.Parameter.KEYWORD_ONLY, default=o.default)
+        for o in listed
     ]
-    function.__signature__ = signature.replace(parameters=[*known, *keywords])
-    lines = [f"    {own.keyword}: {own.help_text.replace('%%', '%')}" for own in listed]
+    function.__signature__ = signature.replace(parameters=[*parameters, *keywords])
+    lines = [f"    {o.keyword}: {o.help_text.replace('%%', '%')}" for o in listed]
     function.__doc__ = "\n".join([inspect.cleandoc(function.__doc__), "", "Options:", *lines])

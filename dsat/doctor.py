@@ -70,7 +70,7 @@ def _accelerators() -> Iterator[Finding]:
         remedy = f"check that {remedy}" if remedy else "see the message"
         yield Finding("accelerators", "unknown", FAILS, problem, remedy)
         return
-    found, notes = machine.describe(), "; ".join(machine.warnings)
+    description, notes = machine.describe(), "; ".join(machine.warnings)
     if machine.is_cpu:
         problem = "DeepSpeed finds no GPU, so trials run on CPU cores"
         remedy = "no action is needed for a first try, or for `dsat estimate`"
@@ -80,14 +80,14 @@ def _accelerators() -> Iterator[Finding]:
                 "install torch for this driver's CUDA version, and check that CUDA_VISIBLE_DEVICES "
                 "is not empty"
             )
-        yield Finding("accelerators", found, WARNING, problem, remedy)
+        yield Finding("accelerators", description, WARNING, problem, remedy)
     elif notes:
         remedy = "choose free devices with CUDA_VISIBLE_DEVICES, or end the programs that use them"
         if "in use by" not in notes:  # a warning about too few cores
             remedy = "allow more CPU cores, or use fewer devices (--max-slots)"
-        yield Finding("accelerators", found, WARNING, notes, remedy)
+        yield Finding("accelerators", description, WARNING, notes, remedy)
     else:
-        yield Finding("accelerators", found)
+        yield Finding("accelerators", description)
     if machine.accelerator == "cuda":
         yield _toolkit()
 
@@ -96,25 +96,25 @@ def _packages() -> Iterator[Finding]:
     yield Finding("python", platform.python_version())
     for requirement in packages.requirements():
         name = requirement.name
-        found, remedy = packages.version(name), f"pip install '{name}{requirement.specifier}'"
-        if found is None:
+        installed, remedy = packages.version(name), f"pip install '{name}{requirement.specifier}'"
+        if installed is None:
             yield Finding(name, "missing", FAILS, "no trial can run without it", remedy)
-        elif not requirement.specifier.contains(found, prereleases=True):
+        elif not requirement.specifier.contains(installed, prereleases=True):
             problem = f"no trial can run: dsat needs {requirement.specifier}"
-            yield Finding(name, found, FAILS, problem, remedy)
+            yield Finding(name, installed, FAILS, problem, remedy)
         elif name == "torch":
             yield Finding(
                 name,
-                f"{found}, with CUDA {_cuda_of_torch()}"
+                f"{installed}, with CUDA {_cuda_of_torch()}"
                 if _cuda_of_torch()
-                else f"{found}, without CUDA",
+                else f"{installed}, without CUDA",
             )
         elif name == "deepspeed":
-            yield _deepspeed(found)
-    there = {name: packages.version(name) for name in _FRAMEWORKS}
-    said = ", ".join(f"{name} {found}" for name, found in there.items() if found is not None)
+            yield _deepspeed(installed)
+    frameworks = {name: packages.version(name) for name in _FRAMEWORKS}
+    texts = ", ".join(f"{name} {found}" for name, found in frameworks.items() if found is not None)
     yield Finding(
-        "frameworks", said or "none that dsat knows (a plain DeepSpeed script needs none)"
+        "frameworks", texts or "none that dsat knows (a plain DeepSpeed script needs none)"
     )
 
 
@@ -142,10 +142,10 @@ def _compiler() -> Finding:
 def _toolkit() -> Finding:
     """Check nvcc, where torch 2.15 would find it (torch/utils/cpp_extension.py)."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    named = Path(home or "/usr/local/cuda") / "bin" / "nvcc"
-    nvcc = (None if home else shutil.which("nvcc")) or (str(named) if named.is_file() else None)
-    wanted = _cuda_of_torch()
-    remedy = f"conda install -c nvidia cuda-toolkit={wanted}, and set CUDA_HOME"
+    usual = Path(home or "/usr/local/cuda") / "bin" / "nvcc"
+    nvcc = (None if home else shutil.which("nvcc")) or (str(usual) if usual.is_file() else None)
+    version = _cuda_of_torch()
+    remedy = f"conda install -c nvidia cuda-toolkit={version}, and set CUDA_HOME"
     if nvcc is None:
         operators = _operators_without_nvcc()
         if not operators:
@@ -157,24 +157,24 @@ def _toolkit() -> Finding:
         )
         return Finding("CUDA toolkit", "no nvcc", WARNING, problem, remedy)
     release = _release(nvcc)
-    found = f"{nvcc} {release or 'does not answer'}"
+    compiler = f"{nvcc} {release or 'does not answer'}"
     # op_builder/builder.py of deepspeed 0.19.8, `assert_no_cuda_mismatch`
-    if wanted and release and wanted.split(".")[0] != release.split(".")[0]:
+    if version and release and version.split(".")[0] != release.split(".")[0]:
         problem = (
-            f"torch has CUDA {wanted}, so DeepSpeed refuses to compile operators with this nvcc"
+            f"torch has CUDA {version}, so DeepSpeed refuses to compile operators with this nvcc"
         )
-        return Finding("CUDA toolkit", found, WARNING, problem, remedy)
-    return Finding("CUDA toolkit", found)
+        return Finding("CUDA toolkit", compiler, WARNING, problem, remedy)
+    return Finding("CUDA toolkit", compiler)
 
 
 def _operators_without_nvcc() -> list[str]:
     """Return DeepSpeed's optimizers that need nvcc, because installation did not compile them."""
     built = _read_module("deepspeed", "git_version_info_installed.py").get("installed_ops", {})
     # DeepSpeed 0.19.8 has no such file: it compiles CPUAdam with a C++ compiler alone.
-    by_nvcc = {"fused_adam": "FusedAdam"}
+    compiled = {"fused_adam": "FusedAdam"}
     if _file_of("deepspeed", "ops/op_builder/cpu_adam.py").exists():
-        by_nvcc["cpu_adam"] = "CPUAdam, for offloading"
-    return [name for key, name in by_nvcc.items() if not built.get(key)]
+        compiled["cpu_adam"] = "CPUAdam, for offloading"
+    return [name for key, name in compiled.items() if not built.get(key)]
 
 
 def _cuda_of_torch() -> str:
@@ -197,12 +197,12 @@ def _file_of(package: str, name: str) -> Path:
 
 def _release(nvcc: str) -> str:
     try:
-        done = subprocess.run(  # noqa: S603
+        process = subprocess.run(  # noqa: S603
             [nvcc, "--version"], capture_output=True, text=True, timeout=_NVCC_LIMIT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    release = re.search(r"release ([\d.]+)", done.stdout)
+    release = re.search(r"release ([\d.]+)", process.stdout)
     return release[1] if release else ""
 
 
@@ -220,10 +220,10 @@ def _shared_memory() -> Finding:
 
 def _place(cluster: str | None) -> Finding:
     place = places.detect(Environment(os.environ))
-    here = "this machine" if place == "local" else f"--engine {place}"
+    place_name = "this machine" if place == "local" else f"--engine {place}"
     if cluster is None:
-        return Finding("trials run on", here)
-    found = f"{here} for a command; the cluster at {cluster} for an experiment file"
+        return Finding("trials run on", place_name)
+    places_named = f"{place_name} for a command; the cluster at {cluster} for an experiment file"
     try:  # determined's default ports (common/api/_util.py)
         parts = urlsplit(cluster if "://" in cluster else f"http://{cluster}")
         port = parts.port or (443 if parts.scheme == "https" else 8080)
@@ -231,8 +231,8 @@ def _place(cluster: str | None) -> Finding:
     except (OSError, ValueError) as error:  # ValueError: malformed address
         problem = f"the cluster cannot be reached: {error}"
         remedy = "correct DET_MASTER or `det user login`, or add --engine local"
-        return Finding("trials run on", found, WARNING, problem, remedy)
-    return Finding("trials run on", found)
+        return Finding("trials run on", places_named, WARNING, problem, remedy)
+    return Finding("trials run on", places_named)
 
 
 def worst(findings: list[Finding]) -> str:

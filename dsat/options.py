@@ -154,11 +154,11 @@ class Option:
             if not isinstance(value, bool):
                 raise ValueError(f"{value!r} is not True or False")
             return value
-        read = self.kind.read(value)
-        if self.choices is not None and read not in self.choices:
+        result = self.kind.read(value)
+        if self.choices is not None and result not in self.choices:
             choices = ", ".join(map(str, self.choices))
-            raise ValueError(f"invalid choice: {read!r} (choose from {choices})")
-        return read
+            raise ValueError(f"invalid choice: {result!r} (choose from {choices})")
+        return result
 
     def from_python(self, value: Any) -> Any:
         """Read the value of a keyword argument: one value, or a list or mapping of several.
@@ -178,9 +178,9 @@ class Option:
         if value is None or self.kind is None:
             return [flag] if value else []
         listed = _listed(value) if self.many else [value]
-        texts = [switches.write(*one) if isinstance(one, tuple) else str(one) for one in listed]
-        said = self.from_python(texts if self.many else texts[0])
-        return [f"{flag}={text}" for text in texts] if said == self.from_python(value) else None
+        texts = [switches.write(*v) if isinstance(v, tuple) else str(v) for v in listed]
+        result = self.from_python(texts if self.many else texts[0])
+        return [f"{flag}={text}" for text in texts] if result == self.from_python(value) else None
 
 
 def _listed(value: Any) -> Sequence[Any]:
@@ -220,12 +220,12 @@ def options_of(settings: Any) -> Iterator[Option]:
 def check_together(settings: Any) -> None:
     """Raise UserInputError if an option requires a missing one, or excludes another one."""
     options = options_of(settings)
-    given = {o.flags[-1]: o for o in options if getattr(settings, o.name) != o.initial}
-    for flag, declared in given.items():
-        if declared.goes_with and declared.goes_with not in given:
+    options_by_flag = {o.flags[-1]: o for o in options if getattr(settings, o.name) != o.initial}
+    for flag, declared in options_by_flag.items():
+        if declared.goes_with and declared.goes_with not in options_by_flag:
             raise UserInputError(f"needs {declared.goes_with}", where=flag)
         for other in declared.excludes:
-            if other in given:
+            if other in options_by_flag:
                 raise UserInputError(f"cannot be combined with {other}", where=flag)
 
 
@@ -261,10 +261,10 @@ def write_memory_size(size_bytes: int) -> str:
 
 def amount(value: str | float) -> float:
     """Return the number of `1T`, `300B`, `40M` or a plain number; raise ValueError if invalid."""
-    found = _measure(value, _AMOUNTS)
-    if not 0 < found < _LARGEST_AMOUNT:
+    number = _measure(value, _AMOUNTS)
+    if not 0 < number < _LARGEST_AMOUNT:
         raise ValueError(f"invalid amount {value!r}: write, for example, 300B or 1T")
-    return found
+    return number
 
 
 def duration_s(value: str | float) -> float:
@@ -351,10 +351,10 @@ def _arg_mapping(text: Any) -> tuple[str, str]:
 
 
 def _values_by_switch(read: Iterable[tuple[str, tuple[Any, ...]]]) -> dict[str, tuple[Any, ...]]:
-    found: dict[str, tuple[Any, ...]] = {}
+    joined: dict[str, tuple[Any, ...]] = {}
     for name, values in read:
-        found[name] = _unique((*found.get(name, ()), *values))
-    return found
+        joined[name] = _unique((*joined.get(name, ()), *values))
+    return joined
 
 
 ALL_LINEAR = "all-linear"  # PEFT's word for all linear layers except the output embedding
@@ -364,14 +364,14 @@ def _lora(value: Any) -> dict[str, str]:
     """Return the parts of `r=16,target=q_proj+v_proj,dropout=0.05` by name, as text."""
     if not isinstance(value, Mapping):
         value = dict(part.partition("=")[::2] for part in _word(value).split(","))
-    found = {str(key).strip(): _joined(part).strip() for key, part in value.items()}
-    if set(found) - {"r", "target", "dropout"} or not all(found.values()):
+    parts = {str(key).strip(): _joined(part).strip() for key, part in value.items()}
+    if set(parts) - {"r", "target", "dropout"} or not all(parts.values()):
         raise ValueError(
             f"invalid adapters {value!r}: write, for example, r=16,target=q_proj+v_proj"
         )
-    at_least(1).read(found.get("r", "8"))
-    _fraction(found.get("dropout", "0"))
-    return found
+    at_least(1).read(parts.get("r", "8"))
+    _fraction(parts.get("dropout", "0"))
+    return parts
 
 
 def _joined(part: Any) -> str:

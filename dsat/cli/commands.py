@@ -58,25 +58,25 @@ def _estimate(settings: EstimateSettings, view: LiveView) -> int:
                         view.show(heading, tabled.table(slots))
         except KeyboardInterrupt:  # the formula replaces the simulations that are missing
             is_interrupted = True
-        found = tabled.estimate()
-    _print_prediction(found, settings)
+        estimate = tabled.estimate()
+    _print_prediction(estimate, settings)
     if is_interrupted:
         return EXIT_INTERRUPTED
-    return EXIT_OK if found.is_complete or not settings.exact else EXIT_FAILED
+    return EXIT_OK if estimate.is_complete or not settings.exact else EXIT_FAILED
 
 
 def _fit(settings: EstimateSettings) -> int:
     try:
-        found = fits.fit(settings)
+        fit = fits.fit(settings)
     except Exception as error:  # also bugs: status 1 would mean that the model does not fit
         output.report(error)
         return EXIT_USAGE
-    _print_prediction(found, settings)
-    return EXIT_OK if found.fits else EXIT_FAILED
+    _print_prediction(fit, settings)
+    return EXIT_OK if fit.fits else EXIT_FAILED
 
 
-def _print_prediction(found: Any, settings: EstimateSettings | ProjectSettings) -> None:
-    print(json.dumps(found.to_json(), indent=2) if settings.json else found, flush=True)
+def _print_prediction(prediction: Any, settings: EstimateSettings | ProjectSettings) -> None:
+    print(json.dumps(prediction.to_json(), indent=2) if settings.json else prediction, flush=True)
 
 
 def _tune_on_cluster(settings: Settings, choice: Choice, view: LiveView) -> int:

@@ -75,8 +75,8 @@ class _Interruption:
         if issubclass(ignored.exc_type, KeyboardInterrupt):
             self._last_s = -math.inf
             # Not at once: an exception in this hook is ignored too.
-            again = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), self._number))
-            again.daemon = True
-            again.start()
+            timer = threading.Timer(_AGAIN_S, os.kill, (os.getpid(), self._number))
+            timer.daemon = True
+            timer.start()
         else:
             self._otherwise(ignored)

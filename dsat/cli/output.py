@@ -33,8 +33,8 @@ class _Handler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == TRIALS and self._view.is_live:
             return  # the table shows the trials
-        said = printable(record.getMessage())
-        self._view.say(f"warning: {said}" if record.levelno >= logging.WARNING else said)
+        text = printable(record.getMessage())
+        self._view.say(f"warning: {text}" if record.levelno >= logging.WARNING else text)
 
 
 @contextlib.contextmanager
@@ -64,8 +64,8 @@ def result_of(search: LocalSearch) -> Iterator[terminal.Part]:
     if run.best is None:
         return
     yield f"Configuration: {search.folder / summary.BEST_CONFIG_FILE}"
-    own_ranks = ready.program.slots or 1
-    trains_itself = ready.program.started_by and ready.plan.slots_per_trial == own_ranks
+    ranks = ready.program.slots or 1
+    trains_itself = ready.program.started_by and ready.plan.slots_per_trial == ranks
     if run.best is run.baseline and trains_itself:
         if not ready.machine.is_cpu:
             yield "Train with your own command: it has this configuration already."

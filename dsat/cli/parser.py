@@ -113,14 +113,14 @@ def split(words: Sequence[str], options: Iterable[Option]) -> tuple[list[str], l
     The target begins after `--`, or at the first word that is neither an option nor its value. An
     unknown word that begins with a dash counts as an option, so that the parser refuses it.
     """
-    by_flag = {flag: each for each in options for flag in (*each.flags, *each.old)}
+    options_by_flag = {flag: option for option in options for flag in (*option.flags, *option.old)}
     position = 0
     while position < len(words) and words[position].startswith("-"):
         word = words[position]
         if word == "--":
             return list(words[:position]), list(words[position + 1 :])
         flag, has_value, _ = word.partition("=")
-        declared = by_flag.get(flag)
+        declared = options_by_flag.get(flag)
         position += 1
         if declared is None or declared.kind is None or has_value:
             continue
@@ -142,20 +142,20 @@ def _target(words: Sequence[str], is_experiment: bool) -> dict[str, Any]:
 def _settings(
     name: str, options: Sequence[Option], values: dict[str, Any], target: Mapping[str, Any]
 ) -> Settings | EstimateSettings | ProjectSettings:
-    by_name = {each.name or each.keyword: each for each in options}
-    given = {key: by_name[key].flags[-1] for key in values}
+    options_by_name = {option.name or option.keyword: option for option in options}
+    flags = {key: options_by_name[key].flags[-1] for key in values}
     for key, value in values.items():
-        kind = by_name[key].kind
-        if by_name[key].many and kind is not None:
+        kind = options_by_name[key].kind
+        if options_by_name[key].many and kind is not None:
             values[key] = kind.collect(value)
     _check_target(name, values, target)
     if name in PREDICTS:
         return PREDICTS[name](**target, **values)
     if name in SEARCHES:
-        values["method"], given["method"] = name, f"dsat {name}"
+        values["method"], flags["method"] = name, f"dsat {name}"
     if name == RUN:
         values["run_full_experiment"] = True
-    return make_settings({**target, **values}, given, keeps_batch=name in TUNES)
+    return make_settings({**target, **values}, flags, keeps_batch=name in TUNES)
 
 
 def _check_target(name: str, values: Mapping[str, Any], target: Mapping[str, Any]) -> None:
@@ -171,12 +171,12 @@ def _check_target(name: str, values: Mapping[str, Any], target: Mapping[str, Any
             hint="In an experiment configuration, set hyperparameters.deepspeed_config.",
         )
     if not target and values.get("model") is None:
-        others = ", or give --model" if name in PREDICTS else ""
-        again = " --resume needs the command of the run too." if values.get("resume") else ""
+        alternative = ", or give --model" if name in PREDICTS else ""
+        resuming = " --resume needs the command of the run too." if values.get("resume") else ""
         raise UserInputError(
             "the training command is missing",
             where=f"dsat {name}",
-            hint=f"Write `dsat {name} deepspeed train.py`, for example{others}.{again}",
+            hint=f"Write `dsat {name} deepspeed train.py`, for example{alternative}.{resuming}",
         )
 
 
@@ -198,12 +198,12 @@ def _is_program(word: str) -> bool:
 
 def _join_switches(words: Sequence[str], options: Iterable[Option]) -> list[str]:
     """Join `--vary --flag=...` into one word, since argparse would read the flag as an option."""
-    flags = {flag: each for each in options for flag in (*each.flags, *each.old)}
+    flags = {flag: option for option in options for flag in (*option.flags, *option.old)}
     joined: list[str] = []
     for word in words:
-        before = flags.get(joined[-1]) if joined else None
+        previous = flags.get(joined[-1]) if joined else None
         is_switch = word.startswith("-") and word.partition("=")[0] not in flags
-        if before is not None and before.kind is SWITCH and is_switch:
+        if previous is not None and previous.kind is SWITCH and is_switch:
             joined[-1] = f"{joined[-1]}={word}"
         else:
             joined.append(word)
@@ -235,8 +235,8 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     summaries = {**listed, **methods}
     for name in [only] if only in summaries else summaries:
         summary = summaries[name]
-        shown: dict[str, Any] = {"help": summary} if name in listed else {}
-        command = commands.add_parser(name, description=summary, allow_abbrev=False, **shown)
+        texts: dict[str, Any] = {"help": summary} if name in listed else {}
+        command = commands.add_parser(name, description=summary, allow_abbrev=False, **texts)
         _add_arguments(command, name)
     return parser
 
@@ -260,34 +260,34 @@ def _add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
         _add(parser, options)
         return
     for group in Group:
-        own = [each for each in options if each.group is group]
-        if own:
-            _add(parser.add_argument_group(group.value), own)
+        members = [option for option in options if option.group is group]
+        if members:
+            _add(parser.add_argument_group(group.value), members)
 
 
 def _add(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
-    for each in options:
+    for option in options:
         attributes: dict[str, Any] = {}
-        if not each.is_argument:
-            attributes |= {"dest": each.name or each.keyword, "default": argparse.SUPPRESS}
-        if each.kind is None:
+        if not option.is_argument:
+            attributes |= {"dest": option.name or option.keyword, "default": argparse.SUPPRESS}
+        if option.kind is None:
             attributes["action"] = "store_true"
         else:
-            nargs: str | int | None = "?" if each.is_argument else None
-            if each.many:
-                nargs = 1 if each.kind is SWITCH else "+"
+            nargs: str | int | None = "?" if option.is_argument else None
+            if option.many:
+                nargs = 1 if option.kind is SWITCH else "+"
             attributes |= {
-                "type": _argparse_type(each),
+                "type": _argparse_type(option),
                 "nargs": nargs,
-                "action": "extend" if each.many else _StoreOnce if each.once else "store",
-                "metavar": each.placeholder,
+                "action": "extend" if option.many else _StoreOnce if option.once else "store",
+                "metavar": option.placeholder,
             }
-        shown: dict[str, Any] = {"help": each.help_text}
-        if each.choices is not None:
-            shown["choices"] = each.choices
-        parser.add_argument(*each.flags, **{**attributes, **shown})
-        if each.old:
-            parser.add_argument(*each.old, **{**attributes, "help": argparse.SUPPRESS})
+        texts: dict[str, Any] = {"help": option.help_text}
+        if option.choices is not None:
+            texts["choices"] = option.choices
+        parser.add_argument(*option.flags, **{**attributes, **texts})
+        if option.old:
+            parser.add_argument(*option.old, **{**attributes, "help": argparse.SUPPRESS})
 
 
 class _StoreOnce(argparse.Action):

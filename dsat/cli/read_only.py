@@ -108,29 +108,29 @@ def _watch(settings: WatchSettings) -> None:
 def _doctor(settings: DoctorSettings) -> int:
     findings = doctor.examine(choose(AUTO).master)
     if settings.json:
-        found = [vars(each) for each in findings]
-        output.print_json({"state": doctor.worst(findings), "findings": found})
+        rows = [vars(finding) for finding in findings]
+        output.print_json({"state": doctor.worst(findings), "findings": rows})
     else:
-        for each in findings:
-            print(printable(f"{each.state:<8} {each.part:<13} {each.found}"))
-            for line in filter(None, (each.problem, each.remedy and f"-> {each.remedy}")):
+        for finding in findings:
+            print(printable(f"{finding.state:<8} {finding.part:<13} {finding.found}"))
+            for line in filter(None, (finding.problem, finding.remedy and f"-> {finding.remedy}")):
                 print(printable(f"{'':<22} {line}"))
     return EXIT_FAILED if doctor.worst(findings) == doctor.FAILS else EXIT_OK
 
 
 def _trial(run: Run, name: str) -> Trial:
-    named = [trial for trial in run.trials.values() if name in (trial.name, str(trial.id))]
-    if not named:
+    matches = [trial for trial in run.trials.values() if name in (trial.name, str(trial.id))]
+    if not matches:
         raise UserInputError(
             "there is no such trial in this run",
             where=f"--trial {name}",
             hint="`dsat show --trials` lists all trials.",
         )
-    return named[0]
+    return matches[0]
 
 
-def _print(document: Any, shown: list[Any]) -> None:
+def _print(document: Any, parts: list[Any]) -> None:
     if document is not None:
         output.print_json(document)
         return
-    terminal.show(sys.stdout, shown)
+    terminal.show(sys.stdout, parts)

@@ -74,21 +74,21 @@ def follow(
     Returns:
         The runner's state (one of `OVER`), and its result (see `result.to_json`), empty if none.
     """
-    shown, state, late = 0, "", 0
+    num_shown, state, late = 0, "", 0
     while True:
         with explain_errors(master.address):
-            before, state = state, master.state(experiment_id)
+            previous, state = state, master.state(experiment_id)
             lines = master.ask(lambda: _runner_lines(master, experiment_id))
-        if state != before and state not in ("ACTIVE", *OVER):
+        if state != previous and state not in ("ACTIVE", *OVER):
             say(f"experiment {experiment_id} is {describe_state(state)}")
-        for line in lines[shown:]:
+        for line in lines[num_shown:]:
             # This process reports an unreachable master itself.
             if not line.startswith((RESULT_MARK, UNREACHABLE, ANSWERS_AGAIN)):
                 say(line)
-        shown = max(shown, len(lines))
-        found = result.from_lines(lines) if state in OVER else {}
-        if state in OVER and (found or late >= _LATE):
-            return state, found
+        num_shown = max(num_shown, len(lines))
+        outcome = result.from_lines(lines) if state in OVER else {}
+        if state in OVER and (outcome or late >= _LATE):
+            return state, outcome
         late += state in OVER
         time.sleep(_INTERVAL_S)
 
@@ -103,12 +103,12 @@ def reason_of_failure(master: Master, runner_id: int) -> str:
 def end_search_of(master: Master, runner_id: int) -> int | None:
     """End the trials' experiment of a runner that is gone; return its id, or None if none ran."""
     with explain_errors(master.address):
-        found = master.find(search_tag(runner_id))
-        state = "DELETED" if found is None else state_name(found.state)
+        experiment = master.find(search_tag(runner_id))
+        state = "DELETED" if experiment is None else state_name(experiment.state)
         if is_ending(state):
             return None
-        master.kill(found.id)
-        return int(found.id)
+        master.kill(experiment.id)
+        return int(experiment.id)
 
 
 def _runner_lines(master: Master, experiment_id: int) -> list[str]:
@@ -116,9 +116,9 @@ def _runner_lines(master: Master, experiment_id: int) -> list[str]:
     for trial in master.trials(experiment_id):
         for message in trial.iter_logs(search_text=SAID.strip(" ]")):
             for line in message.splitlines():
-                found = [line.find(mark) for mark in (SAID, RESULT_MARK) if mark in line]
-                if found:
-                    lines.append(line[min(found) :].removeprefix(SAID))
+                starts = [line.find(mark) for mark in (SAID, RESULT_MARK) if mark in line]
+                if starts:
+                    lines.append(line[min(starts) :].removeprefix(SAID))
     return lines
 
 

@@ -81,16 +81,16 @@ class Job(Recorded):
 
 def remove_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration without sections that may hold secrets, for the job file."""
-    found = {key: value for key, value in config.items() if key not in _SECRETS}
+    public = {key: value for key, value in config.items() if key not in _SECRETS}
     storage = config.get(_STORAGE)
     if isinstance(storage, Mapping):
-        found[_STORAGE] = {key: storage[key] for key in storage if key.startswith("save_")}
-    if isinstance(found.get("environment"), Mapping):
-        environment = found["environment"]
-        found["environment"] = {
+        public[_STORAGE] = {key: storage[key] for key in storage if key.startswith("save_")}
+    if isinstance(public.get("environment"), Mapping):
+        environment = public["environment"]
+        public["environment"] = {
             key: value for key, value in environment.items() if key not in _ENVIRONMENT_SECRETS
         }
-    return copy.deepcopy(found)
+    return copy.deepcopy(public)
 
 
 def restore_secrets(config: Mapping[str, Any], runner: Mapping[str, Any]) -> dict[str, Any]:
@@ -98,18 +98,18 @@ def restore_secrets(config: Mapping[str, Any], runner: Mapping[str, Any]) -> dic
 
     They are read from the experiment of the search runner.
     """
-    kept = (runner.get(_DATA) or {}).get(_TRIALS_SECRETS)
+    secrets = (runner.get(_DATA) or {}).get(_TRIALS_SECRETS)
     # The user's values take precedence: the runner's `checkpoint_storage` keeps more checkpoints.
-    return ds_config.merge(_secrets_of(runner) if kept is None else kept, config)
+    return ds_config.merge(_secrets_of(runner) if secrets is None else secrets, config)
 
 
 def _secrets_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    found = {key: config[key] for key in _SECRETS if key in config}
+    hidden = {key: config[key] for key in _SECRETS if key in config}
     environment = config.get("environment")
     if isinstance(environment, Mapping):
         secrets = {key: environment[key] for key in _ENVIRONMENT_SECRETS if key in environment}
-        found.update({"environment": secrets} if secrets else {})
-    return found
+        hidden.update({"environment": secrets} if secrets else {})
+    return hidden
 
 
 def runner_config(
@@ -236,16 +236,16 @@ def _varied_ranges(plan: Plan) -> dict[str, Any]:
     """
     space = make_space(plan)
     strategies = {read_strategy(plan.base_config), *space.strategies, *fallbacks(plan)}
-    allowed = space.micro_batches  # ascending, perhaps a million
-    sizes = {plan.own_batch.micro_batch, *allowed[:1], *allowed[-1:]}
+    micro_batches = space.micro_batches  # ascending, perhaps a million
+    sizes = {plan.own_batch.micro_batch, *micro_batches[:1], *micro_batches[-1:]}
     listed = [values for branch in space.branches for key, values in branch.searched if key == GAS]
     settings = [{GAS: gas} for values in listed for gas in values] or [{}]
     return {
-        "strategy": {"type": "categorical", "vals": sorted({each.name for each in strategies})},
-        "stage": {"type": "categorical", "vals": sorted({each.stage for each in strategies})},
+        "strategy": {"type": "categorical", "vals": sorted({s.name for s in strategies})},
+        "stage": {"type": "categorical", "vals": sorted({s.stage for s in strategies})},
         "micro_batch": _integer(sizes),
         "gradient_accumulation": _integer(  # the smallest micro batch has the most steps
-            {1, plan.own_batch.gas, *(space.batch(min(sizes), each).gas for each in settings)}
+            {1, plan.own_batch.gas, *(space.batch(min(sizes), s).gas for s in settings)}
         ),
     }
 

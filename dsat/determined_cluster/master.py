@@ -65,8 +65,8 @@ class Master:
     def version(self) -> tuple[int, int] | None:
         """Return the master's major and minor version; None if unknown."""
         text = str(self.session.get("/api/v1/master").json().get("version", ""))
-        found = re.match(r"v?(\d+)\.(\d+)", text)
-        return None if found is None else (int(found[1]), int(found[2]))
+        match = re.match(r"v?(\d+)\.(\d+)", text)
+        return None if match is None else (int(match[1]), int(match[2]))
 
     def ask(self, request: Callable[[], T]) -> T:
         """Return the answer to a request, which must be harmless if repeated.
@@ -82,13 +82,13 @@ class Master:
                     self._say(ANSWERS_AGAIN)
                 return answer
             except Exception as error:
-                what = describe_failure(error)
-                if waited_s.get(what, 0.0) >= retry_limit_s(error):
+                problem = describe_failure(error)
+                if waited_s.get(problem, 0.0) >= retry_limit_s(error):
                     raise
-                if what not in waited_s:
-                    self._say(f"{what} ({describe_error(error)}); trying again")
+                if problem not in waited_s:
+                    self._say(f"{problem} ({describe_error(error)}); trying again")
             time.sleep(pause_s)
-            waited_s[what] = waited_s.get(what, 0.0) + pause_s
+            waited_s[problem] = waited_s.get(problem, 0.0) + pause_s
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def create(self, config: Mapping[str, Any], folder: Path, includes: Sequence[Path] = ()) -> int:
@@ -97,11 +97,11 @@ class Master:
         The configuration is passed as JSON, because the master's YAML differs from Python's: it
         reads an unquoted `no` as a boolean.
         """
-        with silence_determined(), tempfile.TemporaryDirectory() as above:
-            path = Path(above) / "experiment.json"
+        with silence_determined(), tempfile.TemporaryDirectory() as folder_name:
+            path = Path(folder_name) / "experiment.json"
             path.write_text(_SURROGATES.sub(_decode, json.dumps(config)), encoding="utf-8")
-            made = self._determined.create_experiment(path, str(folder), list(map(str, includes)))
-        return int(made.id)
+            new = self._determined.create_experiment(path, str(folder), list(map(str, includes)))
+        return int(new.id)
 
     def find(self, tag: str) -> Any:
         """Return the experiment whose description begins with a tag; None if there is none."""
@@ -125,8 +125,8 @@ class Master:
         """
 
         def attempt() -> int:
-            known = self.find(tag)
-            return int(known.id) if known else self.create(config, model_dir, includes)
+            experiment = self.find(tag)
+            return int(experiment.id) if experiment else self.create(config, model_dir, includes)
 
         return self.ask(attempt)
 
@@ -140,8 +140,8 @@ class Master:
 
     def submitted_config(self, experiment_id: int) -> dict[str, Any]:
         """Return an experiment's configuration as submitted, without the cluster's defaults."""
-        found = self.ask(lambda: self._experiment(experiment_id))
-        return dict(parse_yaml(found.originalConfig) or {})
+        experiment = self.ask(lambda: self._experiment(experiment_id))
+        return dict(parse_yaml(experiment.originalConfig) or {})
 
     def file(self, experiment_id: int, name: str) -> str:
         """Return the text of a file in an experiment's context."""
@@ -289,21 +289,21 @@ def describe_error(error: BaseException) -> str:
     """Return the reason of a failed request, without the repr of library objects."""
     if type(error).__name__ == "JSONDecodeError":
         return "the answer is not JSON, but perhaps a web page"
-    link, seen = error, {id(error)}
+    link, visited = error, {id(error)}
     while True:
         # urllib3 keeps the cause as `reason`, requests as the first argument.
-        below = getattr(link, "reason", None) or next(iter(link.args), None)
-        below = below if isinstance(below, BaseException) else link.__cause__ or link.__context__
-        if not isinstance(below, BaseException) or id(below) in seen:
+        cause = getattr(link, "reason", None) or next(iter(link.args), None)
+        cause = cause if isinstance(cause, BaseException) else link.__cause__ or link.__context__
+        if not isinstance(cause, BaseException) or id(cause) in visited:
             break
-        link = below
-        seen.add(id(link))
+        link = cause
+        visited.add(id(link))
     if isinstance(link, OSError) and link.strerror:
         return link.strerror.lower()
     if isinstance(link, TimeoutError) or "imeout" in type(link).__name__:
         return "no answer in time"
-    said = str(link).strip().splitlines() or [""]
+    text = str(link).strip().splitlines() or [""]
     status = getattr(error, "status_code", None)
-    if status in _GATEWAY or (status and said[0][:1] in ("", "<")):
+    if status in _GATEWAY or (status and text[0][:1] in ("", "<")):
         return f"status {status}"
-    return _OBJECT.sub("", said[0]).strip() or type(link).__name__
+    return _OBJECT.sub("", text[0]).strip() or type(link).__name__

@@ -28,10 +28,10 @@ _LONGEST_DESCRIPTION = 250
 
 def to_json(view: RunView, *, over: bool) -> dict[str, Any]:
     """Return the result that `--json` prints, without secrets, and whether the search is `over`."""
-    found = view.to_json(Path())
-    del found["run_dir"]  # the folder vanishes with the container
-    shown: dict[str, Any] = hide_secrets_in_values({**found, "over": over})
-    return shown
+    values = view.to_json(Path())
+    del values["run_dir"]  # the folder vanishes with the container
+    public: dict[str, Any] = hide_secrets_in_values({**values, "over": over})
+    return public
 
 
 def events_to_json(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -39,11 +39,11 @@ def events_to_json(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
     The plan holds the user's configuration. `restore_events` adds it from the job.
     """
-    found: list[dict[str, Any]] = [dict(each) for each in events if each["event"] in VALUES_OF]
-    for each in found:
-        if each["event"] == EVENT_START:
-            del each["plan"]
-    hidden: list[dict[str, Any]] = hide_secrets_in_values(found)
+    rows: list[dict[str, Any]] = [dict(event) for event in events if event["event"] in VALUES_OF]
+    for row in rows:
+        if row["event"] == EVENT_START:
+            del row["plan"]
+    hidden: list[dict[str, Any]] = hide_secrets_in_values(rows)
     return hidden
 
 
@@ -96,11 +96,11 @@ def description(own: str, view: RunView, reason: str | None, *, canceled: bool =
 
     `reason` says why the search ended; None if it was canceled or ended from outside.
     """
-    found = view.verdict.headline if view.best is not None else "nothing was measured"
+    text = view.verdict.headline if view.best is not None else "nothing was measured"
     if reason is not None and view.best is None:
-        found = f"FAILED: {reason}"
+        text = f"FAILED: {reason}"
     elif canceled:
-        found = f"canceled; {found}"
+        text = f"canceled; {text}"
     elif view.stop_reason is None:
-        found = f"{reason or 'ended from outside'}; {found}"
-    return printable(f"{own} - {found}" if own else found)[:_LONGEST_DESCRIPTION]
+        text = f"{reason or 'ended from outside'}; {text}"
+    return printable(f"{own} - {text}" if own else text)[:_LONGEST_DESCRIPTION]

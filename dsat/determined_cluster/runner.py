@@ -201,8 +201,8 @@ class Runner:
 
     def _load(self, storage_id: str) -> None:
         with self._context.checkpoint.restore_path(storage_id) as path:
-            found = json.loads((path / _EXPERIMENT_FILE).read_text(encoding="utf-8"))
-            self._experiment_id = found["experiment_id"]
+            state = json.loads((path / _EXPERIMENT_FILE).read_text(encoding="utf-8"))
+            self._experiment_id = state["experiment_id"]
             events = read_events(path / FILE_NAME)
         self._search = self._search_from(events)
         self._saved_events = len(events)
@@ -289,22 +289,22 @@ class Runner:
 
     def _print_result(self, *, canceled: bool = False, refusal: str | None = None) -> None:
         """Print the result so far, start the full-length run if requested, set the description."""
-        view, over = RunView(self._run), self._search.over
+        view, is_over = RunView(self._run), self._search.over
         reason = view.stop_reason or refusal
         for line in result.text_lines(view):
             say(line)
-        found = {**result.to_json(view, over=over), "stop_reason": reason}
-        found["search_experiment_id"] = self._experiment_id
-        found["events"] = result.events_to_json(self._search.journal.events)
-        if self._job.run_full_experiment and over and view.best:
+        values = {**result.to_json(view, over=is_over), "stop_reason": reason}
+        values["search_experiment_id"] = self._experiment_id
+        values["events"] = result.events_to_json(self._search.journal.events)
+        if self._job.run_full_experiment and is_over and view.best:
             try:
-                found["full_run_experiment_id"] = self._train(view.best.trial)
+                values["full_run_experiment_id"] = self._train(view.best.trial)
             except errors.BadRequestException as error:
                 say(f"the full-length training did not start: {describe_request(error)}")
-        for line in result.to_lines(found):
+        for line in result.to_lines(values):
             print(line, flush=True)
-        own = self._submitted.get("description") or ""
-        text = result.description(own, view, reason, canceled=canceled)
+        user_text = self._submitted.get("description") or ""
+        text = result.description(user_text, view, reason, canceled=canceled)
         self._master.describe(self._runner_id, text)
 
     def _train(self, best: Trial) -> int:

@@ -93,11 +93,11 @@ class ClusterSearch:
         number = event["id"]
         if number in self._answers:
             return self._answers[number]
-        known = len(self.journal.events)
+        count = len(self.journal.events)
         operations: list[Operation] = []
         if not self.over and event.keys() & _DECISIVE:
             operations = [*self._record(event), *self._decide()]
-        if operations or len(self.journal.events) > known:
+        if operations or len(self.journal.events) > count:
             self._answers[number] = operations
             self.journal.append(
                 {

@@ -75,8 +75,8 @@ class Submission:
 
     def describe(self) -> Iterator[str]:
         """Yield lines on the search and its upload, for a dry run."""
-        at_once = f"at most {count(self.job.num_slots, 'device')} at a time"
-        yield from describe_search(self.name, self.job.plan, at_once)
+        limit = f"at most {count(self.job.num_slots, 'device')} at a time"
+        yield from describe_search(self.name, self.job.plan, limit)
         entrypoint = redacted_command(self.config["entrypoint"])
         yield f"the search runner's entrypoint: {entrypoint}"
         num_files = sum(source.is_file() for source in self.files.values())
@@ -127,17 +127,17 @@ def select_place(settings: Settings) -> Choice:
 
     Raises UserInputError for options that a chosen cluster does not support.
     """
-    found, is_auto = choose(settings.engine), settings.engine == AUTO
-    needs_note = is_auto and settings.config is not None and found.reason != NOT_CONFIGURED
-    if found.master is not None and is_auto and settings.command:
+    choice, is_auto = choose(settings.engine), settings.engine == AUTO
+    needs_note = is_auto and settings.config is not None and choice.reason != NOT_CONFIGURED
+    if choice.master is not None and is_auto and settings.command:
         hint = "to tune there, name such a file and its folder"
-        reason = f"{found.reason}, but a cluster runs only experiment files: {hint}"
-        found, needs_note = Choice(None, reason), True
-    if found.master is None:
+        reason = f"{choice.reason}, but a cluster runs only experiment files: {hint}"
+        choice, needs_note = Choice(None, reason), True
+    if choice.master is None:
         if needs_note:
-            _log.info("tuning without a Determined cluster: %s", found.reason)
-        return found
-    hint = f"Use --engine local, because trials would run on {found.master} ({found.reason})."
+            _log.info("tuning without a Determined cluster: %s", choice.reason)
+        return choice
+    hint = f"Use --engine local, because trials would run on {choice.master} ({choice.reason})."
     for name in (name for name in _LOCAL_ONLY if getattr(settings, name)):
         where = "a command" if name == "command" else settings.name_of(name)
         raise UserInputError("works on this machine only", where=where, hint=hint)
@@ -155,7 +155,7 @@ def select_place(settings: Settings) -> Choice:
                     where=settings.name_of(name),
                     hint=hint,
                 )
-    return found
+    return choice
 
 
 def submit(ready: Submission, *, detach: bool) -> Submitted:
@@ -196,7 +196,7 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
     """Log the lines of a search runner until its end, and write the result files."""
     number = submitted.experiment_id
     try:
-        state, found = clients.follow(master, number, _log.info)
+        state, outcome = clients.follow(master, number, _log.info)
     except UserInputError:
         _log.info("dsat no longer follows the search, which continues")
         _log_how_to_follow(master, number)
@@ -206,20 +206,20 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
         _log_how_to_follow(master, number)
         return replace(submitted, interrupted=True)
     if state != "COMPLETED":
-        said = job.describe_state(state)
-        if found.get("best") is None and found.get("stop_reason"):
-            said = f"failed ({found['stop_reason']})"
+        ending = job.describe_state(state)
+        if outcome.get("best") is None and outcome.get("stop_reason"):
+            ending = f"failed ({outcome['stop_reason']})"
         elif state == "ERROR":
             with contextlib.suppress(UserInputError):  # the log may be out of reach
                 reason = clients.reason_of_failure(master, number)
-                said = f"{said} ({reason})" if reason else said
-        _log.info("experiment %d ended: %s; see %s", number, said, submitted.url)
-    if not found.get("over"):
-        left_over = clients.end_search_of(master, number)
-        if left_over is not None:
-            _log.info("also ended the trials of the search, experiment %d", left_over)
-    run_dir = _bring_results(master, number, found.pop("events", []), name)
-    return replace(submitted, state=state, result=found, run_dir=run_dir)
+                ending = f"{ending} ({reason})" if reason else ending
+        _log.info("experiment %d ended: %s; see %s", number, ending, submitted.url)
+    if not outcome.get("over"):
+        ended = clients.end_search_of(master, number)
+        if ended is not None:
+            _log.info("also ended the trials of the search, experiment %d", ended)
+    run_dir = _bring_results(master, number, outcome.pop("events", []), name)
+    return replace(submitted, state=state, result=outcome, run_dir=run_dir)
 
 
 def _bring_results(
@@ -326,8 +326,8 @@ def _check_auto_batch(experiment: experiments.Experiment) -> None:
     """Raise UserInputError if an "auto" batch size is a flag that dsat cannot read."""
     base = experiment.base_config
     sizes = script_args.batch_from_args(base, (), {}, experiment.hparams)
-    found = [sizes.get(key) for key in ds_config.BATCH_KEYS[:2]]
-    if ds_config.AUTO in found and not any(isinstance(size, int) for size in found):
+    values = [sizes.get(key) for key in ds_config.BATCH_KEYS[:2]]
+    if ds_config.AUTO in values and not any(isinstance(size, int) for size in values):
         raise UserInputError(
             'dsat cannot read the script\'s arguments, and the batch size is "auto"',
             where=f"{experiment.path}: entrypoint",
@@ -353,9 +353,9 @@ def _with_max_slots(settings: Settings, experiment: experiments.Experiment, slot
     Raises UserInputError if a trial needs more devices.
     """
     where, limit = None, settings.max_slots
-    if limit is None and (given := ds_config.at(experiment.config, _MAX_SLOTS)) is not None:
+    if limit is None and (user_limit := ds_config.at(experiment.config, _MAX_SLOTS)) is not None:
         where = f"{experiment.path}: {_MAX_SLOTS}"
-        limit = ds_config.whole_number(given, where)
+        limit = ds_config.whole_number(user_limit, where)
     settings = replace(settings, max_slots=limit)
     check_max_slots(settings, slots, where=where)
     return settings

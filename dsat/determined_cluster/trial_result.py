@@ -28,10 +28,10 @@ _SCRIPT = (
 
 def from_metric(metric: Any) -> Outcome:
     """Return the outcome that a trial reported as searcher metric; INVALID for any other metric."""
-    found = metric.get(OUTCOME_KEY) if isinstance(metric, dict) else None
-    if found is not None:
+    report = metric.get(OUTCOME_KEY) if isinstance(metric, dict) else None
+    if report is not None:
         try:
-            return Outcome.from_json(found)
+            return Outcome.from_json(report)
         except DecodeError as error:
             message = f"the trial's report is damaged: {error}"
             return Outcome(OutcomeKind.INVALID, message=message)
@@ -62,12 +62,12 @@ def from_log(messages: Sequence[str], *, failed: bool) -> Outcome:
 
 
 def _outcome_of_lines(lines: Sequence[str], plain: Sequence[str], *, failed: bool) -> Outcome:
-    found = _reports(lines)
-    for data in found:
+    reports = _reports(lines)
+    for data in reports:
         if data["kind"] == OutcomeKind.OK.value:
             return Outcome.from_json(data)
     # A script that fails also reports its end, but not the exception, which its log has.
-    telling = [data for data in found if not (failed and data["ended"])]
+    telling = [data for data in reports if not (failed and data["ended"])]
     if telling:
         # Out of memory on one rank explains the failures of the others.
         first = min(telling, key=lambda data: data["kind"] != OutcomeKind.OOM.value)
@@ -84,7 +84,7 @@ def _outcome_of_lines(lines: Sequence[str], plain: Sequence[str], *, failed: boo
                 "memory",
                 detail=tail,
             )
-        return _crash(lines, plain, found)
+        return _crash(lines, plain, reports)
     if _INVALID_HP in text:
         return Outcome(OutcomeKind.INVALID, message="the script raised InvalidHP", detail=tail)
     message = f"the trial ended without a report. {_SCRIPT}"
@@ -121,7 +121,7 @@ def _crash(
 
 def _reports(lines: Sequence[str]) -> list[dict[str, Any]]:
     """Return the ranks' reports in a log; drop reports of earlier runs of the trial."""
-    found = []
+    reports = []
     for line in lines:
         _, mark, text = line.partition(LOG_MARK)
         if mark:
@@ -130,8 +130,8 @@ def _reports(lines: Sequence[str]) -> list[dict[str, Any]]:
                 Outcome.from_json(data)
             except ValueError:  # mixed with a line of another writer, or damaged
                 continue
-            found.append(data)
-    return [data for data in found if data["run"] == found[-1]["run"]]
+            reports.append(data)
+    return [data for data in reports if data["run"] == reports[-1]["run"]]
 
 
 def _without_prefix(message: str) -> list[str]:
@@ -141,9 +141,9 @@ def _without_prefix(message: str) -> list[str]:
 
 def _last_exception(lines: Sequence[str]) -> str:
     for line in reversed(lines):
-        found = _EXCEPTION.match(_without_rank(line))
-        if found:
-            return found[0]
+        match = _EXCEPTION.match(_without_rank(line))
+        if match:
+            return match[0]
     return ""
 
 
@@ -151,9 +151,9 @@ def _last_traceback(lines: Sequence[str]) -> list[str]:
     starts = [n for n, line in enumerate(lines) if _without_rank(line).startswith(_TRACEBACK)]
     if not starts:
         return []
-    found = [_without_rank(line) for line in lines[starts[-1] :]]
-    end = next((n for n, line in enumerate(found) if n and line[:1] not in ("", " ")), len(found))
-    return found[: end + 1]
+    tail = [_without_rank(line) for line in lines[starts[-1] :]]
+    end = next((n for n, line in enumerate(tail) if n and line[:1] not in ("", " ")), len(tail))
+    return tail[: end + 1]
 
 
 def _without_rank(line: str) -> str:

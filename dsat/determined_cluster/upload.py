@@ -40,20 +40,20 @@ def collect_files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]
     is invalid.
     """
     root = model_dir.resolve()  # the ignore rule needs the same path
-    found = dict(_walk(root, Path(), _make_ignore_rule(root)))
+    files = dict(_walk(root, Path(), _make_ignore_rule(root)))
     for include in includes:
         source = include.resolve()
-        if source.name in {target.parts[0] for target in found}:
+        if source.name in {target.parts[0] for target in files}:
             raise UserInputError(
                 f"{source.name!r} is in the model folder or in --add-files already",
                 where=f"--add-files {include}",
                 hint="Rename one.",
             )
         if source.is_dir():
-            found.update(_walk(source, Path(source.name), _make_ignore_rule(source)))
+            files.update(_walk(source, Path(source.name), _make_ignore_rule(source)))
         else:
-            found[Path(source.name)] = source
-    for target, source in found.items():
+            files[Path(source.name)] = source
+    for target, source in files.items():
         if target.parts[0] in (PACKAGE_FOLDER, "dsat.py") and not (
             source.is_dir() or _is_ours(source)
         ):
@@ -62,20 +62,20 @@ def collect_files(model_dir: Path, includes: Sequence[Path]) -> dict[Path, Path]
                 where=str(model_dir),
                 hint="Rename it, or exclude it with a .detignore.",
             )
-    return {t: source for t, source in found.items() if not _is_ours(source)}
+    return {t: source for t, source in files.items() if not _is_ours(source)}
 
 
 def _is_ours(source: Path) -> bool:
     return _OURS in (source, *source.parents)
 
 
-def check_size(found: Files, folders: Collection[Path] = (), limit_bytes: int = LIMIT_BYTES) -> int:
+def check_size(files: Files, folders: Collection[Path] = (), limit_bytes: int = LIMIT_BYTES) -> int:
     """Return the size in bytes of the user's files and this package, as `lay_out` copies them.
 
     Raises UserInputError, with the largest files, if it exceeds the limit.
     """
-    sizes = Counter({target: _size(source) for target, source in found.items()})
-    sent = [*_trial_files(found, folders).values(), *_package().values()]
+    sizes = Counter({target: _size(source) for target, source in files.items()})
+    sent = [*_trial_files(files, folders).values(), *_package().values()]
     total = sum(map(_size, sent))
     if total > limit_bytes:
         largest = ", ".join(f"{name} ({fmt.memory(n)})" for name, n in sizes.most_common(_SHOWN))
@@ -92,21 +92,21 @@ def _size(source: Path) -> int:
     return 0 if source.is_dir() else source.stat().st_size
 
 
-def check_script(found: Files, where: Path, program: Entrypoint) -> set[Path]:
+def check_script(files: Files, where: Path, program: Entrypoint) -> set[Path]:
     """Return the user's files that import dsat, without which trials cannot be measured.
 
     Raises UserInputError if there are none; only warns if some code is missing or does not parse.
     Installed packages, as in a virtual environment, do not count.
     """
-    own = {t: source for t, source in found.items() if "site-packages" not in t.parts}
-    scripts = {t: s for t, s in own.items() if s.suffix == ".py" and s.is_file()}
+    user_files = {t: source for t, source in files.items() if "site-packages" not in t.parts}
+    scripts = {t: s for t, s in user_files.items() if s.suffix == ".py" and s.is_file()}
     imports = {t: _imports(source) for t, source in scripts.items()}
     users = {
         t for t, names in imports.items() if any(n.split(".")[0] == "dsat" for n in names or ())
     }
     if users:
         return users
-    names = {name for each in imports.values() for name in each or ()}
+    names = {name for modules in imports.values() for name in modules or ()}
     ancestor = "determined.pytorch.dsat" in names
     problem = (
         "the code uses determined.pytorch.dsat" if ancestor else "nothing in the code uses dsat"
@@ -119,7 +119,7 @@ def check_script(found: Files, where: Path, program: Entrypoint) -> set[Path]:
     )
     module = (program.module or program.trial_class.partition(":")[0]).replace(".", "/")
     sources = {Path(program.script), Path(f"{module}.py"), Path(module, "__main__.py")}
-    if ancestor or (sources & found.keys() and None not in imports.values()):
+    if ancestor or (sources & files.keys() and None not in imports.values()):
         raise UserInputError(problem, where=str(where), hint=hint)
     _log.warning("%s: %s, though some of it could not be read. %s", where, problem, hint)
     return set()
@@ -133,10 +133,10 @@ def package_folders(program: Entrypoint, users: Collection[Path]) -> set[Path]:
     """
     script = Path(program.script)
     if program != Entrypoint():
-        found = {script.parent} if not script.is_absolute() else set()
+        folders = {script.parent} if not script.is_absolute() else set()
     else:
-        found = {folder for user in users for folder in user.parents}
-    return found - {Path()}
+        folders = {folder for user in users for folder in user.parents}
+    return folders - {Path()}
 
 
 def _imports(source: Path) -> set[str] | None:
@@ -154,16 +154,16 @@ def _imports(source: Path) -> set[str] | None:
             nodes = list(ast.walk(ast.parse(text)))
     except (SyntaxError, ValueError, RecursionError):
         return None
-    found = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    modules = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+            modules |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return modules
 
 
-def lay_out(found: Files, job: str, folder: Path, folders: Collection[Path] = ()) -> None:
+def lay_out(user_files: Files, job: str, folder: Path, folders: Collection[Path] = ()) -> None:
     """Write the search runner's context into an empty folder, with dsat also in `folders`."""
-    contents = {MODEL_FOLDER: _trial_files(found, folders), PACKAGE_FOLDER: _package()}
+    contents = {MODEL_FOLDER: _trial_files(user_files, folders), PACKAGE_FOLDER: _package()}
     for name, files in contents.items():
         (folder / name).mkdir()
         for target, source in files.items():
@@ -174,11 +174,11 @@ def lay_out(found: Files, job: str, folder: Path, folders: Collection[Path] = ()
     (folder / JOB_FILE).write_text(job, encoding="utf-8")
 
 
-def _trial_files(found: Files, folders: Collection[Path]) -> Files:
+def _trial_files(files: Files, folders: Collection[Path]) -> Files:
     """Return the files of the trials' folder, with this package in `folders`."""
     package = _package() if folders else {}
     copies = {f / PACKAGE_FOLDER / t: source for f in folders for t, source in package.items()}
-    return {**found, **copies}
+    return {**files, **copies}
 
 
 def _make_ignore_rule(root: Path) -> Ignore:
@@ -203,21 +203,21 @@ def _package() -> dict[Path, Path]:
 
     wrapt's compiled part is omitted, because it depends on the version of Python.
     """
-    own = _walk(_OURS, Path(), lambda parent, names: {n for n in names if n == "__pycache__"})
+    package = _walk(_OURS, Path(), lambda parent, names: {n for n in names if n == "__pycache__"})
     sources = Path(str(wrapt.__file__)).parent.glob("*.py")
     spare = {Path(SPARE_FOLDER, "wrapt", path.name): path for path in sources}
-    return {**dict(own), **spare}
+    return {**dict(package), **spare}
 
 
 def _walk(root: Path, prefix: Path, ignore: Ignore) -> Iterator[tuple[Path, Path]]:
     """Yield target and source of all files and folders below a folder, also of empty folders."""
     for parent, folders, names in os.walk(root):
-        here = Path(parent)
-        target = prefix / here.relative_to(root)
+        folder = Path(parent)
+        target = prefix / folder.relative_to(root)
         if target != Path():
-            yield target, here
+            yield target, folder
         ignored = ignore(parent, [*folders, *names])
         folders[:] = sorted(set(folders) - ignored)
         for name in sorted(set(names) - ignored):
-            if (here / name).is_file():
-                yield target / name, here / name
+            if (folder / name).is_file():
+                yield target / name, folder / name

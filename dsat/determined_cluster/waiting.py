@@ -40,14 +40,14 @@ def long_poll(
         is_idle: whether the experiment is paused or ended. The master does not answer a waiting
             request because of this, so a new request is made.
     """
-    poll, asked_s, was_idle = _in_background(ask), clock(), False
+    poll, began_s, was_idle = _in_background(ask), clock(), False
     while True:
         check()
         if futures.wait([poll], timeout=every_s).done:
             return poll.result()
         idle = is_idle()
-        if (idle and not was_idle) or clock() - asked_s > _LONGEST_POLL_S:
-            poll, asked_s = _in_background(ask), clock()
+        if (idle and not was_idle) or clock() - began_s > _LONGEST_POLL_S:
+            poll, began_s = _in_background(ask), clock()
         was_idle = idle
 
 
@@ -142,6 +142,6 @@ class TimeLimit:
             if not retry_limit_s(error):
                 raise
             return {}
-        self._since_s = {each: self._since_s.get(each, now) for each in running}
-        late = [each for each in running if now - self._since_s[each] > self._limit_s]
-        return {each[0]: running[each] for each in late}
+        self._since_s = {trial: self._since_s.get(trial, now) for trial in running}
+        late = [trial for trial in running if now - self._since_s[trial] > self._limit_s]
+        return {trial[0]: running[trial] for trial in late}

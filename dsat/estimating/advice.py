@@ -52,12 +52,10 @@ class Advice:
         return {**vars(self), "strategy": self.strategy.name, "other": other}
 
     def __str__(self) -> str:
-        size, needed = fmt.memory(self.memory_bytes), fmt.memory(self.needed)
+        size, need = fmt.memory(self.memory_bytes), fmt.memory(self.needed)
         if not self.gpu:
-            return (
-                f"{size}: {self.strategy.label} ({needed}), the first to try (speeds are unknown)"
-            )
-        text = f"{size} ({self.gpu}): {self.strategy.label} ({needed})"
+            return f"{size}: {self.strategy.label} ({need}), the first to try (speeds are unknown)"
+        text = f"{size} ({self.gpu}): {self.strategy.label} ({need})"
         if self.other is None:
             return text
         if self.speedup < _CLOSE:
@@ -105,17 +103,17 @@ def _best(
 
 def _usual_gpu(size: int) -> GpuModel | None:
     """Return the fastest type of GPU with about this memory; None if there is none."""
-    known = [c for c in gpus.table().values() if abs(c.memory_bytes - size) < _SIZE_TOLERANCE]
-    return max(known, key=lambda gpu: gpu.peak(2), default=None)
+    similar = [c for c in gpus.table().values() if abs(c.memory_bytes - size) < _SIZE_TOLERANCE]
+    return max(similar, key=lambda gpu: gpu.peak(2), default=None)
 
 
 def _sample_s(
     facts: ModelFacts, config: Mapping[str, Any], line: Line, size: int, length: int, gpu: GpuModel
 ) -> float:
     """Predict the seconds per sample, in steps of about the same size for all strategies."""
-    given = (config.get(key) for key in BATCH_KEYS[1:])
-    own = math.prod(number for number in given if isinstance(number, int))
-    batch = max(own, math.ceil(_STEP_TOKENS / length))
+    sizes = (config.get(key) for key in BATCH_KEYS[1:])
+    samples = math.prod(number for number in sizes if isinstance(number, int))
+    batch = max(samples, math.ceil(_STEP_TOKENS / length))
     micro_batch = min(line.largest[size], batch)
     gas = math.ceil(batch / micro_batch)
     job = Job(

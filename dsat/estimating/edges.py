@@ -64,15 +64,15 @@ def nearly_fitting(
         lines: in the usual order of strategies.
         saved_bytes: returns the bytes that activation checkpointing would save in a line.
     """
-    found: dict[tuple[int, int], Edge | None] = {}
+    edges: dict[tuple[int, int], Edge | None] = {}
     for line in lines:
         for size, most in line.largest.items():
-            lacking = missing(line.needed, size)
+            shortage = missing(line.needed, size)
             if most:
-                found.setdefault((line.slots, size), None)
-            elif lacking > 0:
+                edges.setdefault((line.slots, size), None)
+            elif shortage > 0:
                 saved = saved_bytes(line)
-                if lacking <= max(_NEAR * size, saved * UNCALIBRATED_MARGIN):
-                    edge = Edge(line.slots, size, line.strategy, lacking, saved)
-                    found.setdefault((line.slots, size), edge)
-    return [edge for edge in found.values() if edge is not None]
+                if shortage <= max(_NEAR * size, saved * UNCALIBRATED_MARGIN):
+                    edge = Edge(line.slots, size, line.strategy, shortage, saved)
+                    edges.setdefault((line.slots, size), edge)
+    return [edge for edge in edges.values() if edge is not None]

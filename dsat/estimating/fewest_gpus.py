@@ -61,13 +61,13 @@ def fewest(
         sizes: memory sizes of GPUs in bytes.
     """
     offloading = [strategy for strategy in compared(base) if strategy.offloads]
-    without = [strategy for strategy in compared(base) if not strategy.offloads]
+    plain_strategies = [strategy for strategy in compared(base) if not strategy.offloads]
     shared = parallelism.read_parallelism(base)
     total, *fixed = (base.get(key) for key in ds_config.BATCH_KEYS)
     counts = [n for n in _COUNTS if n % shared.shared == 0]
     if isinstance(total, int):
-        each = math.prod(size for size in fixed if isinstance(size, int))
-        counts = [n for n in counts if total % (each * shared.data(n)) == 0]
+        per_group = math.prod(size for size in fixed if isinstance(size, int))
+        counts = [n for n in counts if total % (per_group * shared.data(n)) == 0]
 
     def on(gpus: int, size: int, among: Sequence[Strategy]) -> list[Choice]:
         """Return a choice for each strategy that fits the GPUs; ignore the host's memory."""
@@ -78,20 +78,20 @@ def fewest(
             shape = model.shape(config, {})
             most = int(model.largest(shape))
             if most >= 1:
-                needed = host.bytes_of_host(facts, config, shape.host_bytes, gpus)
-                choices.append(Choice(size, gpus, strategy, most, needed))
+                host_bytes = host.bytes_of_host(facts, config, shape.host_bytes, gpus)
+                choices.append(Choice(size, gpus, strategy, most, host_bytes))
         return choices
 
     def first(size: int, among: Sequence[Strategy]) -> Choice | None:
         # The more GPUs, the less memory each needs: a binary search finds the smallest number.
-        at = bisect.bisect_left(counts, True, key=lambda n: bool(on(n, size, among)))
+        first_index = bisect.bisect_left(counts, True, key=lambda n: bool(on(n, size, among)))
         # A host with more ranks may need more memory, because each rank loads the weights.
-        held = itertools.chain.from_iterable(on(n, size, among) for n in counts[at:])
+        held = itertools.chain.from_iterable(on(n, size, among) for n in counts[first_index:])
         return next((c for c in held if fits_host(c.host_bytes, host_memory)), None)
 
     choices = []
     for size in sizes:
-        plain, offloaded = first(size, without), first(size, offloading)
+        plain, offloaded = first(size, plain_strategies), first(size, offloading)
         is_less = offloaded and (plain is None or offloaded.gpus < plain.gpus)
         choices += [plain, offloaded if is_less else None]
     return [choice for choice in choices if choice is not None]

@@ -81,19 +81,19 @@ class Fit:
         return {**vars(self), "strategy": self.strategy.name, "batch": batch}
 
     def __str__(self) -> str:
-        in_type = f" in {self.dtype}" if self.dtype else ""
+        dtype = f" in {self.dtype}" if self.dtype else ""
         added = f"{', '.join(self.chosen)} and " if self.chosen else ""
-        with_what = f"{added}micro batch {self.batch.micro_batch}"
+        setup = f"{added}micro batch {self.batch.micro_batch}"
         text = [
             f"{self.name} {'fits' if self.fits else 'does not fit'} {self.slots} x "
-            f"{_size(self.gpu_bytes)}: {self.strategy.label}{in_type} with {with_what} "
+            f"{_size(self.gpu_bytes)}: {self.strategy.label}{dtype} with {setup} "
             f"needs {fmt.memory(self.needed_bytes)} per GPU, plus 5 % to spare. The CUDA context "
             "and NCCL need additional memory.",
             *self._host(),
         ]
-        lacking = edges.missing(self.needed_bytes, self.gpu_bytes)
-        if lacking > 0:
-            text.append(f"It {edges.describe(lacking, self.saved_by_checkpointing)}.")
+        shortage = edges.missing(self.needed_bytes, self.gpu_bytes)
+        if shortage > 0:
+            text.append(f"It {edges.describe(shortage, self.saved_by_checkpointing)}.")
             if self.largest:
                 text.append(f"The largest micro batch that fits is {self.largest}.")
             elif not self.ways_out:
@@ -110,8 +110,8 @@ class Fit:
             ranks = fmt.count(host.ranks(self.slots), "rank")
             text.append(f"The host needs {fmt.memory(self.host_bytes)} for {ranks}{has}.")
         if self.host_limit is not None and not self.fits_host:
-            lacking = edges.missing(self.host_bytes, self.host_limit)
-            text.append(f"With 5 % to spare, the host lacks {fmt.memory(lacking)}.")
+            shortage = edges.missing(self.host_bytes, self.host_limit)
+            text.append(f"With 5 % to spare, the host lacks {fmt.memory(shortage)}.")
         if self.saved_bytes and (not self.fits_host or self.host_limit is None):
             saved = fmt.memory(self.saved_bytes)
             text.append(f'"pin_memory": false saves {saved} of host memory.')
@@ -151,14 +151,14 @@ def fit(settings: EstimateSettings) -> Fit:
     devices = _devices(settings)
     with simulate(devices) as model:
         if devices.has_own:
-            own = ds_config.prepare_for_training(model.config)
-            note = f"simulating {read_strategy(own).label}"
-            return _check(model, devices, _Candidate(own, (), note))
+            config = ds_config.prepare_for_training(model.config)
+            note = f"simulating {read_strategy(config).label}"
+            return _check(model, devices, _Candidate(config, (), note))
         for candidate in _candidates(model, devices):
-            found = _check(model, devices, candidate)
-            if found.fits:
-                return found
-        return replace(found, ways_out=_ways_out(model, devices))
+            result = _check(model, devices, candidate)
+            if result.fits:
+                return result
+        return replace(result, ways_out=_ways_out(model, devices))
 
 
 def _devices(settings: EstimateSettings) -> EstimateSettings:
@@ -187,11 +187,11 @@ def _check(model: SimulatedModel, devices: EstimateSettings, candidate: _Candida
     config = {**ds_config.drop_batch_sizes(candidate.config), ds_config.BATCH_KEYS[2]: batch.gas}
     switches = {CHECKPOINTING: True} if _CHECKPOINTS in candidate.added else {}
     facts = model.simulator.facts(model.config, switches)
-    asked = Question(config, batch.micro_batch, slots, switches)
+    question = Question(config, batch.micro_batch, slots, switches)
     peak, anchors = None, []
     if not devices.formula or needs_simulation(config):
         with slow.logged(_log, candidate.progress, at_once=True):
-            [estimate] = model.simulator.estimates([asked])
+            [estimate] = model.simulator.estimates([question])
         if isinstance(estimate, str):
             raise SimulationUnavailable(estimate)
         peak, anchors = estimate.peak, [Anchor(config, batch.micro_batch, estimate)]
@@ -201,8 +201,8 @@ def _check(model: SimulatedModel, devices: EstimateSettings, candidate: _Candida
     fits = memory.fits(shape, batch.micro_batch)
     may_recompute = devices.has_own and devices.activation_checkpointing != "on"
     if peak is not None and may_recompute and not fits:
-        [less] = model.simulator.estimates([asked._replace(switches={CHECKPOINTING: True})])
-        saved = 0 if isinstance(less, str) else max(0, peak - less.peak)
+        [smaller] = model.simulator.estimates([question._replace(switches={CHECKPOINTING: True})])
+        saved = 0 if isinstance(smaller, str) else max(0, peak - smaller.peak)
     host_bytes = host.bytes_of_host(facts, config, shape.host_bytes, slots)
     return Fit(
         name=model.name,
@@ -247,25 +247,25 @@ def _candidates(model: SimulatedModel, devices: EstimateSettings) -> Iterator[_C
     for (offloaded, pins), recomputes in itertools.product(ways, recomputing):
         config = model.config if pins else _unpinned(model.config)
         added = (_CHECKPOINTS,) * recomputes + (_UNPINNED,) * (not pins)
-        with_what = f" with {' and '.join(added)}" if added else ""
+        changes = f" with {' and '.join(added)}" if added else ""
         table, fitting = table_of(pins, recomputes)
         for strategy in fitting:
             if strategy.offloaded == offloaded:
-                note = f"simulating {strategy.label}{with_what}, which fits by formula"
+                note = f"simulating {strategy.label}{changes}, which fits by formula"
                 yield _Candidate(apply_strategy(config, strategy, slots), added, note)
     nearest = min(table.lines(), key=lambda line: _lacking(line, devices)).strategy
     note = f"simulating {nearest.label}, which lacks the least memory by formula"
     if not nearest.offloads:
-        added = tuple(each for each in added if each != _UNPINNED)
+        added = tuple(change for change in added if change != _UNPINNED)
     yield _Candidate(apply_strategy(config, nearest, slots), added, note)
 
 
 def _lacking(line: Line, devices: EstimateSettings) -> int:
     """Return the sum of the bytes that a device and a host lack."""
-    lacking = max(0, edges.missing(line.needed, devices.slot_memories[0]))
+    shortage = max(0, edges.missing(line.needed, devices.slot_memories[0]))
     if devices.host_memory is not None:
-        lacking += max(0, edges.missing(line.host, devices.host_memory))
-    return lacking
+        shortage += max(0, edges.missing(line.host, devices.host_memory))
+    return shortage
 
 
 def _ways_out(model: SimulatedModel, devices: EstimateSettings) -> tuple[str, ...]:
@@ -275,20 +275,20 @@ def _ways_out(model: SimulatedModel, devices: EstimateSettings) -> tuple[str, ..
     switches = {} if is_off else {CHECKPOINTING: True}
     config = _unpinned(model.config)
     basis = Basis.of_model(model.simulator.facts(config, switches))
-    found = fewest_gpus.fewest(basis, config, devices.host_memory, sizes=(gpu_bytes,))
-    enough = min((choice.gpus for choice in found if choice.gpus > slots), default=None)
-    larger = "more or larger GPUs" if found else "larger GPUs"
-    ways = [larger if enough is None else f"at least {enough} such GPUs"]
+    choices = fewest_gpus.fewest(basis, config, devices.host_memory, sizes=(gpu_bytes,))
+    least = min((choice.gpus for choice in choices if choice.gpus > slots), default=None)
+    larger = "more or larger GPUs" if choices else "larger GPUs"
+    ways = [larger if least is None else f"at least {least} such GPUs"]
     if is_off:
         ways.append("activation checkpointing")
     table = LineByLine(replace(model, config=config), devices, switches)
     # A device needs as much memory as with offloading to the CPU, but only stage 3 supports NVMe.
-    of_stage_3 = [each for each in table.lines() if each.strategy.stage == 3]
-    if any(s.strategy.offloads and edges.missing(s.needed, gpu_bytes) <= 0 for s in of_stage_3):
+    stage_3 = [s for s in table.lines() if s.strategy.stage == 3]
+    if any(s.strategy.offloads and edges.missing(s.needed, gpu_bytes) <= 0 for s in stage_3):
         ways.append('offloading to NVMe ("device": "nvme" in --ds-config)')
     if devices.lora is None and _fits_with(replace(devices, lora=_LORA)):
-        wanted = ",".join(f"{key}={value}" for key, value in _LORA.items())
-        ways.append(f"training only adapters (--lora {wanted})")
+        lora = ",".join(f"{key}={value}" for key, value in _LORA.items())
+        ways.append(f"training only adapters (--lora {lora})")
     return tuple(ways)
 
 

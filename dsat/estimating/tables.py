@@ -67,25 +67,25 @@ class Estimate:
             "sequence_length": self.sequence_length,
             "dtype": self.dtype,
             "lines": [line.to_json() for line in self.lines],
-            "advice": [each.to_json() for each in self.advice],
-            "edges": [each.to_json() for each in self.edges],
+            "advice": [a.to_json() for a in self.advice],
+            "edges": [edge.to_json() for edge in self.edges],
             "gpus": [choice.to_json() for choice in self.gpus],
         }
 
     def __str__(self) -> str:
         facts, lines = self.model, self.lines
-        in_type = f" in {self.dtype}" if self.dtype else ""
+        dtype = f" in {self.dtype}" if self.dtype else ""
         tokens = f" of {self.sequence_length:,} tokens" if self.sequence_length else ""
         text = [
-            f"{self.name}: {facts.num_params:,} parameters{in_type}, {facts.trainable_params:,} of "
+            f"{self.name}: {facts.num_params:,} parameters{dtype}, {facts.trainable_params:,} of "
             f"them trained; activations {fmt.memory(facts.backward_bytes_per_sample)} per sample"
             f"{tokens}"
         ]
         for slots in dict.fromkeys(line.slots for line in lines):
-            own = [line for line in lines if line.slots == slots]
-            text += ["", f"{fmt.count(slots, 'GPU')}:", "", *_table(own).markdown()]
-            text += _advice([each for each in self.advice if each.slots == slots], own)
-            text += [f"- {each}" for each in self.edges if each.slots == slots]
+            group = [line for line in lines if line.slots == slots]
+            text += ["", f"{fmt.count(slots, 'GPU')}:", "", *_table(group).markdown()]
+            text += _advice([a for a in self.advice if a.slots == slots], group)
+            text += [f"- {edge}" for edge in self.edges if edge.slots == slots]
         methods = " and ".join(dict.fromkeys(METHODS[line.estimate.source] for line in lines))
         text += [
             "",
@@ -114,18 +114,18 @@ class LineByLine:
         with slow.logged(_log, "counting the model's parameters and activations", hint=_FASTER):
             self._facts = model.simulator.facts(model.config, switches)
         self._strategies = compared(model.config)
-        self._asked = [
+        self._questions = [
             (strategy, Question(apply_strategy(model.config, strategy, slots), 1, slots))
             for slots in settings.slot_counts
             for strategy in self._strategies
         ]
-        self._estimates = [self._by_formula(self._facts, asked) for _, asked in self._asked]
+        self._estimates = [self._by_formula(self._facts, q) for _, q in self._questions]
         self._simulated = 0
 
     @property
     def progress(self) -> str:
         """Return a phrase with the number of simulated lines."""
-        return f"{self._simulated} of {len(self._asked)} lines are simulated"
+        return f"{self._simulated} of {len(self._questions)} lines are simulated"
 
     def simulate(self) -> Iterator[int]:
         """Simulate the lines, the likely advice first; do nothing if `--formula` suffices.
@@ -137,16 +137,16 @@ class LineByLine:
         if self._settings.formula and not needs_simulation(self._model.config):
             return
         order = self._order()
-        asked = [self._asked[line][1] for line in order]
+        questions = [self._questions[line][1] for line in order]
         with slow.logged(_log, "simulating", hint=lambda: f", {self.progress}"):
             yield self._settings.slot_counts[0]
-            for number, answer in self._model.simulator.estimate_each(asked):
+            for number, answer in self._model.simulator.estimate_each(questions):
                 line = order[number]
                 if isinstance(answer, str):
                     answer = replace(self._estimates[line], note=answer)
                 self._estimates[line] = answer
                 self._simulated += 1
-                yield asked[number].slots
+                yield questions[number].slots
 
     def _order(self) -> list[int]:
         """Order lines by number of devices; for each, advised strategies and neighbours come first.
@@ -154,24 +154,24 @@ class LineByLine:
         Neighbours of a strategy are the ones before and after it in the usual order.
         """
         first = set()
-        for each in advise(self._facts, self._model.config, self.lines(), self._length):
-            for strategy in filter(None, (each.strategy, each.other)):
+        for tip in advise(self._facts, self._model.config, self.lines(), self._length):
+            for strategy in filter(None, (tip.strategy, tip.other)):
                 place = self._strategies.index(strategy)
-                first |= {(each.slots, s) for s in self._strategies[max(0, place - 1) : place + 2]}
+                first |= {(tip.slots, s) for s in self._strategies[max(0, place - 1) : place + 2]}
         counts = list(self._settings.slot_counts)
 
         def key(line: int) -> tuple[int, bool]:
-            strategy, asked = self._asked[line]
-            return counts.index(asked.slots), (asked.slots, strategy) not in first
+            strategy, question = self._questions[line]
+            return counts.index(question.slots), (question.slots, strategy) not in first
 
-        return sorted(range(len(self._asked)), key=key)
+        return sorted(range(len(self._questions)), key=key)
 
     @property
     def _basis(self) -> Basis:
         anchors = [
-            Anchor(asked.config, 1, found, asked.slots)
-            for (_, asked), found in zip(self._asked, self._estimates, strict=True)
-            if found.source == SIMULATED
+            Anchor(question.config, 1, memory, question.slots)
+            for (_, question), memory in zip(self._questions, self._estimates, strict=True)
+            if memory.source == SIMULATED
         ]
         return Basis.of_model(self._facts, anchors)
 
@@ -183,15 +183,15 @@ class LineByLine:
         """Return the current lines for a number of devices, or for all if `slots` is None."""
         basis = self._basis
         return [
-            self._line(basis, strategy, asked, found)
-            for (strategy, asked), found in zip(self._asked, self._estimates, strict=True)
-            if slots in (None, asked.slots)
+            self._line(basis, strategy, question, memory)
+            for (strategy, question), memory in zip(self._questions, self._estimates, strict=True)
+            if slots in (None, question.slots)
         ]
 
     def _line(
-        self, basis: Basis, strategy: Strategy, asked: Question, found: MemoryEstimate
+        self, basis: Basis, strategy: Strategy, question: Question, memory: MemoryEstimate
     ) -> Line:
-        config, slots, facts = asked.config, asked.slots, self._facts
+        config, slots, facts = question.config, question.slots, self._facts
         largest, longest, host_bytes, has_room = {}, {}, 0, True
         for size in self._settings.slot_memories:
             model = MemoryModel(basis, slots=slots, limit_bytes=size, on_device=True)
@@ -206,9 +206,9 @@ class LineByLine:
                 # maximum.
                 tokens = int(most * self._length)
                 longest[size] = min(tokens, script.model_takes or tokens)
-        needed = needed_bytes(basis, config, slots)
+        need = needed_bytes(basis, config, slots)
         saved = host.saved_without_pinning(facts, config, slots=slots)
-        return Line(strategy, slots, found, needed, host_bytes, saved, largest, longest, has_room)
+        return Line(strategy, slots, memory, need, host_bytes, saved, largest, longest, has_room)
 
     def estimate(self) -> Estimate:
         """Return the current tables with advice, edges and fewest GPUs."""
@@ -222,8 +222,8 @@ class LineByLine:
     def fastest_first(self) -> Iterator[Strategy]:
         """Yield the strategies that fit the first number of devices, in order of advice."""
         lines = self.lines(self._settings.slot_counts[0])
-        while found := advise(self._facts, self._model.config, lines, self._length):
-            strategy = found[0].strategy
+        while advice := advise(self._facts, self._model.config, lines, self._length):
+            strategy = advice[0].strategy
             yield strategy
             lines = [line for line in lines if line.strategy != strategy]
 
@@ -232,11 +232,11 @@ class LineByLine:
 
         Once all lines are simulated, add what activation checkpointing would save.
         """
-        at_once = self._settings.formula or self._simulated < len(self._asked)  # or interrupted
+        partial = self._settings.formula or self._simulated < len(self._questions)  # or interrupted
         usual = [line for line in lines if line.strategy == lines[0].strategy]
         is_needless = all(all(line.largest.values()) for line in usual)
         recomputed = None
-        if not (at_once or is_needless or self._settings.activation_checkpointing == "on"):
+        if not (partial or is_needless or self._settings.activation_checkpointing == "on"):
             with contextlib.suppress(SimulationUnavailable):
                 recomputed = self._model.simulator.facts(self._model.config, {CHECKPOINTING: True})
         if recomputed is None:
@@ -244,15 +244,15 @@ class LineByLine:
 
         def saved_bytes(line: Line) -> int:
             config = apply_strategy(self._model.config, line.strategy, line.slots)
-            asked = Question(config, 1, line.slots)
-            now, less = (self._by_formula(facts, asked) for facts in (self._facts, recomputed))
+            question = Question(config, 1, line.slots)
+            now, less = (self._by_formula(facts, question) for facts in (self._facts, recomputed))
             return max(0, now.peak - less.peak)
 
         return edges.nearly_fitting(lines, saved_bytes)
 
     @staticmethod
-    def _by_formula(facts: ModelFacts, asked: Question) -> MemoryEstimate:
-        return closed_form.estimate(facts, asked.config, slots=asked.slots, micro_batch=1)
+    def _by_formula(facts: ModelFacts, question: Question) -> MemoryEstimate:
+        return closed_form.estimate(facts, question.config, slots=question.slots, micro_batch=1)
 
 
 @contextlib.contextmanager
@@ -269,10 +269,10 @@ def opened(settings: EstimateSettings) -> Iterator[LineByLine]:
 
 def estimate(settings: EstimateSettings) -> Estimate:
     """Simulate a model and return its tables; raises as `opened` does."""
-    with opened(settings) as found:
-        for _ in found.simulate():
+    with opened(settings) as tables:
+        for _ in tables.simulate():
             pass
-        return found.estimate()
+        return tables.estimate()
 
 
 def needs_simulation(config: Mapping[str, Any]) -> bool:
@@ -307,11 +307,11 @@ def _failures(lines: Sequence[Line]) -> list[str]:
     reasons: dict[str, list[str]] = {}
     for line in lines:
         if line.estimate.note:
-            named = f"{line.strategy.label} on {line.slots}"
-            reasons.setdefault(line.estimate.note, []).append(named)
+            place = f"{line.strategy.label} on {line.slots}"
+            reasons.setdefault(line.estimate.note, []).append(place)
     return [
-        f"By formula, because the simulation failed: {', '.join(named)} GPUs: {reason}"
-        for reason, named in reasons.items()
+        f"By formula, because the simulation failed: {', '.join(places)} GPUs: {reason}"
+        for reason, places in reasons.items()
     ]
 
 

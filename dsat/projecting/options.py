@@ -22,10 +22,10 @@ from dsat.prepare.target import ModelSettings
 
 def _gpus_of_model(value: str) -> tuple[int, str]:
     """Parse `64xH100` into the number of GPUs and the name of their type."""
-    found = re.fullmatch(r"\s*([\d.+-]+)\s*[xX]\s*([^,;+]+)", WORD.read(value))
-    if found is None:
+    match = re.fullmatch(r"\s*([\d.+-]+)\s*[xX]\s*([^,;+]+)", WORD.read(value))
+    if match is None:
         raise ValueError(f"invalid GPUs {value!r}: write, for example, 64xH100")
-    return NUMBER_OF_GPUS.read(found[1]), found[2].strip()
+    return NUMBER_OF_GPUS.read(match[1]), match[2].strip()
 
 
 GPUS_OF_MODEL = Kind(_gpus_of_model, metavar="NxGPU")

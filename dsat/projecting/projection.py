@@ -160,24 +160,24 @@ class Projection:
         return "\n".join([*lines, *_notes(self)])
 
 
-def _asked(shown: Projection) -> tuple[Row, ...]:
+def _fastest(result: Projection) -> tuple[Row, ...]:
     """Return the fastest strategies on the number of GPUs that the user asks about."""
-    return shown.best.get(shown.count, ())
+    return result.best.get(result.count, ())
 
 
-def summary(shown: Projection) -> str:
+def summary(result: Projection) -> str:
     """Return a paragraph on model and GPUs, with time and cost or a remark that nothing fits."""
-    gpu, gpus = shown.gpu, fmt.count(shown.count, "GPU")
-    trained = f" ({shown.trained:,} trained)" if shown.trained < shown.parameters else ""
-    in_type = f" in {shown.dtype}" if shown.dtype else ""
+    gpu, gpus = result.gpu, fmt.count(result.count, "GPU")
+    trained = f" ({result.trained:,} trained)" if result.trained < result.parameters else ""
+    dtype = f" in {result.dtype}" if result.dtype else ""
     text = [
-        f"{shown.name}: {shown.parameters:,} parameters{trained}{in_type} on {gpu.name}, "
-        f"{gpu.per_host} per host, {shown.network_bandwidth * 8e-9:.0f} usable Gbit/s per GPU "
+        f"{result.name}: {result.parameters:,} parameters{trained}{dtype} on {gpu.name}, "
+        f"{gpu.per_host} per host, {result.network_bandwidth * 8e-9:.0f} usable Gbit/s per GPU "
         "between hosts."
     ]
-    if asked := _asked(shown):
-        text += _training(shown, asked[0])
-    elif shown.failures:
+    if rows := _fastest(result):
+        text += _training(result, rows[0])
+    elif result.failures:
         text.append(f"No simulated strategy fits {gpus}.")
     else:
         text.append(
@@ -187,21 +187,21 @@ def summary(shown: Projection) -> str:
     return " ".join(text)
 
 
-def comparison(shown: Projection) -> list[str]:
+def comparison(result: Projection) -> list[str]:
     """Return what all strategies have in common, and why the first is faster than the second."""
-    asked = _asked(shown)
-    if not asked:
+    rows = _fastest(result)
+    if not rows:
         return []
-    first, *others = asked
-    tokens = f" of {shown.sequence_length:,} tokens" if shown.sequence_length else ""
-    default = " (dsat's default; --train-batch-size sets it)" if shown.batch_is_default else ""
-    checkpointing = shown.recomputes or "as in the script"
+    first, *rest = rows
+    tokens = f" of {result.sequence_length:,} tokens" if result.sequence_length else ""
+    default = " (dsat's default; --train-batch-size sets it)" if result.batch_is_default else ""
+    checkpointing = result.recomputes or "as in the script"
     text = [
         f"Same for all strategies: global batch of {first.global_batch:,} samples{tokens}"
         f"{default}, activation checkpointing {checkpointing}."
     ]
-    if others:
-        text.append(_why(first, others[0]))
+    if rest:
+        text.append(_why(first, rest[0]))
     return text
 
 
@@ -226,25 +226,25 @@ def _why(first: Row, second: Row) -> str:
     return f"{text}; {part} {_number(1000 * parts[most])} ms less."
 
 
-def _training(shown: Projection, row: Row) -> list[str]:
+def _training(result: Projection, row: Row) -> list[str]:
     """Return the sentence on time and cost; nothing if the tokens are unknown."""
-    training = shown.training(row)
-    if training is None or shown.tokens is None:
+    training = result.training(row)
+    if training is None or result.tokens is None:
         return []
     per_day, unit = next((u for u in _UNITS if training["days"] * u[0] >= 1), _UNITS[-1])
     days = (training["days"], *training["days_interval_90"])
-    time, low, high = (_number(per_day * each) for each in days)
+    time, low, high = (_number(per_day * d) for d in days)
     unit = unit.removesuffix("s") if time == "1" else unit
     cost = ""
     if "cost" in training:
         least, most = training["cost_interval_90"]
         cost = (
             f", {_number(training['cost'])} ({_number(least)} to {_number(most)})"
-            f" at {shown.price:g} each"
+            f" at {result.price:g} each"
         )
     return [
-        f"{_tokens(shown.tokens)} tokens take {time} {unit} ({low} to {high})"
-        f" on {fmt.count(shown.count, 'GPU')}: {_number(training['gpu_hours'])} GPU-hours{cost}."
+        f"{_tokens(result.tokens)} tokens take {time} {unit} ({low} to {high})"
+        f" on {fmt.count(result.count, 'GPU')}: {_number(training['gpu_hours'])} GPU-hours{cost}."
     ]
 
 
@@ -253,29 +253,29 @@ def _tokens(number: float) -> str:
     return f"{number:,.0f}" if number < 1e6 else fmt.prefixed(number).replace("G", "B")
 
 
-def _tables(shown: Projection) -> Iterator[tuple[str, Table]]:
+def _tables(result: Projection) -> Iterator[tuple[str, Table]]:
     """Yield the tables, each with its heading."""
-    gpus = fmt.count(shown.count, "GPU")
-    if asked := _asked(shown):
-        yield f"The fastest on {gpus}", _strategies(shown, asked)
-        yield f"A step of {asked[0].strategy.label} on {gpus}", _parts(asked[0])
-    if shown.best:
-        fastest = [rows[0] for rows in shown.best.values()]
-        yield "The fastest by number of GPUs", _scaling(shown, fastest)
-    if shown.own:
-        yield "Your configuration", _scaling(shown, shown.own)
+    gpus = fmt.count(result.count, "GPU")
+    if rows := _fastest(result):
+        yield f"The fastest on {gpus}", _strategies(result, rows)
+        yield f"A step of {rows[0].strategy.label} on {gpus}", _parts(rows[0])
+    if result.best:
+        fastest = [rows[0] for rows in result.best.values()]
+        yield "The fastest by number of GPUs", _scaling(result, fastest)
+    if result.own:
+        yield "Your configuration", _scaling(result, result.own)
 
 
-def _notes(shown: Projection) -> list[str]:
+def _notes(result: Projection) -> list[str]:
     """Return the sources of the numbers, and what they do not include."""
-    text = [f"Not simulated: {label}: {reason}." for label, reason in shown.failures.items()]
-    if shown.tokens is None:
+    text = [f"Not simulated: {label}: {reason}." for label, reason in result.failures.items()]
+    if result.tokens is None:
         text.append("For the time and cost of a whole training, add --tokens and --price.")
-    elif shown.sequence_length is None:
+    elif result.sequence_length is None:
         text.append("Time and cost are unknown, because samples are not sequences of tokens.")
     sources = "the table of GPUs alone; measured trials (`--from RUN`) would narrow them"
-    if shown.calibrated_by:
-        sources = f"{fmt.count(shown.calibrated_by, 'measured trial')} and the table of GPUs"
+    if result.calibrated_by:
+        sources = f"{fmt.count(result.calibrated_by, 'measured trial')} and the table of GPUs"
     text.append(f"Intervals cover 90 %. They come from {sources}.")
     return [*text, f"Not modelled: {NOT_MODELLED}."]
 
@@ -291,18 +291,18 @@ def _number(value: float) -> str:
     return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _strategies(shown: Projection, rows: Sequence[Row]) -> Table:
+def _strategies(result: Projection, rows: Sequence[Row]) -> Table:
     heads = ["strategy", "micro batch", "global batch", "throughput", "MFU", "memory per GPU"]
     cells = [
-        [*_cells(shown, row), fmt.percent(row.mfu), fmt.memory(row.memory_bytes)] for row in rows
+        [*_cells(result, row), fmt.percent(row.mfu), fmt.memory(row.memory_bytes)] for row in rows
     ]
     return Table(heads, cells, numbers=["global batch", *heads[4:]])
 
 
-def _cells(shown: Projection, row: Row) -> list[str]:
+def _cells(result: Projection, row: Row) -> list[str]:
     """Return strategy, micro batch, global batch and throughput."""
     batch = str(row.micro_batch) if row.gas == 1 else f"{row.micro_batch} x {row.gas}"
-    rate = _rate(row, shown.sequence_length)
+    rate = _rate(row, result.sequence_length)
     return [row.strategy.label, batch, f"{row.global_batch:,}", rate]
 
 
@@ -316,14 +316,14 @@ def _parts(row: Row) -> Table:
     return Table(heads, [*cells, total], numbers=heads[1:])
 
 
-def _scaling(shown: Projection, rows: Sequence[Row]) -> Table:
+def _scaling(result: Projection, rows: Sequence[Row]) -> Table:
     heads = ["GPUs", "strategy", "micro batch", "global batch", "throughput", "per GPU", "MFU"]
     heads.append("fits")
     cells = [
         [
             str(row.slots),
-            *_cells(shown, row),
-            _number(row.samples_per_second * (shown.sequence_length or 1) / row.slots),
+            *_cells(result, row),
+            _number(row.samples_per_second * (result.sequence_length or 1) / row.slots),
             fmt.percent(row.mfu),
             "yes" if row.fits else "no",
         ]

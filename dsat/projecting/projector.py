@@ -59,15 +59,15 @@ def project(settings: ProjectSettings) -> Projection:
 
     def choose(traced: Traced) -> list[Strategy]:
         _check_slots(traced, count)
-        measured_ones = [] if past is None else [each for each, *_ in measured(past, traced)]
+        measured_ones = [] if past is None else [s for s, *_ in measured(past, traced)]
         return [*measured_ones, *worthwhile(traced, gpu, count, always=settings.has_own)]
 
     with simulate(settings) as model:
         trials = [] if past is None else past.run.trials.values()
         accumulates = any(trial.batch.gas > 1 for trial in trials)
-        others = {k: v for k, v in model.config.items() if k not in ds_config.BATCH_KEYS}
+        other_settings = {k: v for k, v in model.config.items() if k not in ds_config.BATCH_KEYS}
         sizes = _batch_sizes(settings, model.config)
-        model = replace(model, config={**others, **sizes})
+        model = replace(model, config={**other_settings, **sizes})
         traced = trace(model, count, choose, accumulates=accumulates)
     network = None if settings.network is None else 1e9 / 8 * settings.network
     projector = Projector(traced, gpu, network)
@@ -101,15 +101,15 @@ def _batch_sizes(settings: ProjectSettings, config: Mapping[str, Any]) -> dict[s
         path = settings.ds_config
         config = {} if path is None else split(ds_config.read(path), where=str(path))[0]
     sizes = {key: config[key] for key in ds_config.BATCH_KEYS if isinstance(config.get(key), int)}
-    wanted = settings.train_batch_size
-    if wanted is None:
+    batch = settings.train_batch_size
+    if batch is None:
         return sizes
-    total, *others = ds_config.BATCH_KEYS
+    total, *divisors = ds_config.BATCH_KEYS
     shared = read_parallelism(config)
     groups = shared.data(settings.to[0])
-    divides = (key for key in others if key in sizes and wanted % (groups * sizes[key]) == 0)
-    kept = {key: sizes[key] for key in itertools.islice(divides, 1)}
-    return {total: wanted * shared.tensor, **kept}  # AutoTP divides it; see `resolve_batch`
+    divides = (key for key in divisors if key in sizes and batch % (groups * sizes[key]) == 0)
+    other_size = {key: sizes[key] for key in itertools.islice(divides, 1)}
+    return {total: batch * shared.tensor, **other_size}  # AutoTP divides it; see `resolve_batch`
 
 
 def _check_slots(traced: Traced, count: int) -> None:
@@ -138,25 +138,25 @@ def measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metri
         UserInputError: the run has another model or sample length, or no such trial.
     """
     run, where = past.run, str(past.folder)
-    profile, facts, own_flops = run.profile, traced.facts, traced.model.model_flops_per_sample
+    profile, facts, flops = run.profile, traced.facts, traced.model.model_flops_per_sample
     if profile is not None:
         kinds = {"num_params": "parameters", "trainable_params": "trained parameters"}
         for name, kind in kinds.items():
-            theirs, ours = getattr(profile, name), getattr(facts, name)
-            if abs(theirs - ours) > _SAME_MODEL * ours:
+            count, ours = getattr(profile, name), getattr(facts, name)
+            if abs(count - ours) > _SAME_MODEL * ours:
                 raise UserInputError(
-                    f"is a run of another model: {theirs:,} {kind} instead of {ours:,}",
+                    f"is a run of another model: {count:,} {kind} instead of {ours:,}",
                     where=where,
                     hint="Name another run, or leave out --from.",
                 )
-        if not own_flops / _SAME_SAMPLES < profile.flops_per_sample < own_flops * _SAME_SAMPLES:
+        if not flops / _SAME_SAMPLES < profile.flops_per_sample < flops * _SAME_SAMPLES:
             raise UserInputError(
                 f"its samples take {profile.flops_per_sample:.2e} FLOPs, but yours "
-                f"{own_flops:.2e}, so their lengths differ",
+                f"{flops:.2e}, so their lengths differ",
                 where=where,
                 hint="Set the length with --seq-length, if you use --model.",
             )
-    found = []
+    trials = []
     for trial in run.trials.values():
         outcome, config = run.outcomes.get(trial.id), run.plan.config(trial.overrides)
         if outcome is None or not outcome.ok or outcome.metrics is None:
@@ -164,14 +164,14 @@ def measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metri
         if trial.kind is TrialKind.PROFILE or read_parallelism(config) != traced.parallelism:
             continue
         if all(run.plan.switches.get(name) == value for name, value in trial.script_args.items()):
-            found.append((read_strategy(config), trial, outcome.metrics))
-    if not found:
+            trials.append((read_strategy(config), trial, outcome.metrics))
+    if not trials:
         raise UserInputError(
             "has no measured trial of your present model",
             where=where,
             hint="Name another run, or leave out --from.",
         )
-    return found
+    return trials
 
 
 class Projector:
@@ -218,8 +218,8 @@ class Projector:
         """Return the projection for the number of GPUs in `settings` and all of `SIZES`."""
         traced, (count, _) = self._traced, settings.to
         sizes = sorted({count, *SIZES})
-        of_own = sizes if settings.has_own else ()
-        own = [self.row(traced.own, n, traced.own_micro_batch(n)) for n in of_own]
+        own_sizes = sizes if settings.has_own else ()
+        own_rows = [self.row(traced.own, n, traced.own_micro_batch(n)) for n in own_sizes]
         best = {n: self._best(n) for n in sizes}
         return Projection(
             name=title,
@@ -230,7 +230,7 @@ class Projector:
             sequence_length=traced.sequence_length,
             trained=traced.facts.trainable_params,
             recomputes=settings.activation_checkpointing or ("off" if settings.model else None),
-            own=tuple(row for row in own if row is not None),
+            own=tuple(row for row in own_rows if row is not None),
             best={n: rows for n, rows in best.items() if rows},
             failures=traced.failures,
             calibrated_by=self._calibrated_by,
@@ -241,7 +241,7 @@ class Projector:
 
     def _best(self, slots: int) -> tuple[Row, ...]:
         """Return up to `_BEST` strategies that fit, fastest first, each at its best micro batch."""
-        traced, found = self._traced, []
+        traced, candidates = self._traced, []
         samples = traced.global_batch(slots) // traced.parallelism.data(slots)
         sizes = [m for m in range(1, min(samples, _LARGEST_MICRO_BATCH) + 1) if samples % m == 0]
         for strategy in traced.traces:
@@ -250,14 +250,14 @@ class Projector:
             ]
             if rows:
                 most = max(row.samples_per_second for row in rows)
-                found.append(next(r for r in rows if r.samples_per_second >= _NEARLY * most))
-        most = max((row.samples_per_second for row in found), default=0.0)
+                candidates.append(next(r for r in rows if r.samples_per_second >= _NEARLY * most))
+        most = max((row.samples_per_second for row in candidates), default=0.0)
 
         def order(row: Row) -> tuple[bool, float]:
             is_near = row.samples_per_second >= _NEARLY * most
             return not is_near, row.strategy.stage if is_near else -row.samples_per_second
 
-        return tuple(sorted(found, key=order)[:_BEST])
+        return tuple(sorted(candidates, key=order)[:_BEST])
 
     def row(self, strategy: Strategy, slots: int, micro_batch: int) -> Row | None:
         """Predict one configuration; None if not simulated, or not divisible by the GPUs."""

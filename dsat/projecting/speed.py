@@ -75,15 +75,15 @@ class ProjectedSpeed:
             error: standard errors of `log_s`, (n,).
         """
         hardware = self._prior.hardware
-        found = ProjectedSpeed(hardware, self._strategies)
+        speed = ProjectedSpeed(hardware, self._strategies)
         # Only trials show what part of the peak the script reaches: use the search's prior for it.
         unknown = {**PRIORS, "compute": FACTORS["compute"]}
-        there = replace(self._prior, hardware=measured_on, factors=unknown)
-        posterior = fit(there, points, log_s, error)
-        here = replace(posterior.measured, prior=replace(there, hardware=hardware))
-        found._posterior = replace(posterior, measured=here)
-        found._gpu_sd = _OTHER_GPU_SD if measured_on != hardware else 0.0
-        return found
+        measured_prior = replace(self._prior, hardware=measured_on, factors=unknown)
+        posterior = fit(measured_prior, points, log_s, error)
+        moved = replace(posterior.measured, prior=replace(measured_prior, hardware=hardware))
+        speed._posterior = replace(posterior, measured=moved)
+        speed._gpu_sd = _OTHER_GPU_SD if measured_on != hardware else 0.0
+        return speed
 
     def points(self, work: Array, strategy: Strategy, micro_batch: int, gas: int) -> Points:
         """Return one configuration as arrays; `work` is the result of `traced_work.work_of`."""
@@ -104,15 +104,15 @@ class ProjectedSpeed:
 
     def _parts(self, points: Points, seconds: float) -> dict[str, float]:
         """Split a step's time by removing the columns of one part after another."""
-        left, before, parts = points, self._physical(points), {}
-        scale = seconds / before
+        rest, earlier_s, parts = points, self._physical(points), {}
+        scale = seconds / earlier_s
         for name, columns in _PARTS.items():
-            left = _without(left, columns)
-            after = self._physical(left)
-            parts[name] = scale * (before - after)
-            before = after
-        kernels = min(before, self._physical(_without(left, _HOST)))
-        return {"kernels": scale * kernels, "launches": scale * (before - kernels), **parts}
+            rest = _without(rest, columns)
+            later_s = self._physical(rest)
+            parts[name] = scale * (earlier_s - later_s)
+            earlier_s = later_s
+        kernels = min(earlier_s, self._physical(_without(rest, _HOST)))
+        return {"kernels": scale * kernels, "launches": scale * (earlier_s - kernels), **parts}
 
     def _physical(self, points: Points) -> float:
         posterior = self._posterior

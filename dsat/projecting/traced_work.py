@@ -169,8 +169,8 @@ def work_of(
     hooks_s += _pair_s(stage) * trace.parameters**2
     # Factor from bytes of host work in the passes to bytes that the link moves in the same time.
     pcie_for_host = hardware.pcie_bandwidth / cluster.host_bandwidth
-    once = {kind: _once(trace, kind) if every else 0.0 for kind in (MEMORY, HOST, TRANSFER)}
-    found = {
+    extra = {kind: _once(trace, kind) if every else 0.0 for kind in (MEMORY, HOST, TRANSFER)}
+    work = {
         "flops": sum(compute.values()) * hardware.flops / micro_batch,
         "rows": 8.0,  # the roofline counts whole tiles already
         "forward": (compute[FORWARD] + memory[FORWARD]) / total_s if total_s else 1 / 3,
@@ -179,16 +179,16 @@ def work_of(
         "launches": model.small.launches(_PASSES) * gpu.launch_s / _UNIT_S,
         "hooks": hooks_s / _UNIT_S,
         **columns(collectives, cluster.network),
-        "optimizer": trace.bytes_of(MEMORY, (STEP,)) + once[MEMORY],
+        "optimizer": trace.bytes_of(MEMORY, (STEP,)) + extra[MEMORY],
         "groups": trace.launches((STEP,)) * gpu.launch_s / (GROUP_LAUNCHES * _UNIT_S),
         "transferred": trace.bytes_of(TRANSFER, _PASSES, last=not every)
         + trace.bytes_of(HOST, _PASSES, last=not every) * pcie_for_host,
-        "transferred_last": trace.bytes_of(TRANSFER, (STEP,)) + once[TRANSFER],
-        "host_optimizer": (trace.bytes_of(HOST, (STEP,)) + once[HOST]) / cluster.host_bandwidth,
+        "transferred_last": trace.bytes_of(TRANSFER, (STEP,)) + extra[TRANSFER],
+        "host_optimizer": (trace.bytes_of(HOST, (STEP,)) + extra[HOST]) / cluster.host_bandwidth,
         "data_parallel": cluster.slots / shared,
     }
-    assert found.keys() == set(COLUMNS)
-    return np.array([found[name] for name in COLUMNS])
+    assert work.keys() == set(COLUMNS)
+    return np.array([work[name] for name in COLUMNS])
 
 
 def _hooks_s(kernels: Sequence[Kernels], stage: int) -> float:
@@ -196,8 +196,8 @@ def _hooks_s(kernels: Sequence[Kernels], stage: int) -> float:
     forward, backward = (
         sum(k.flops * k.count for k in kernels if k.phase == phase) for phase in _PASSES
     )
-    again = min(1.0, max(0.0, backward / forward - 2)) if forward else 0.0
-    return (1 + again) * _HOOKS_S[stage][0] + _HOOKS_S[stage][1]
+    recomputed = min(1.0, max(0.0, backward / forward - 2)) if forward else 0.0
+    return (1 + recomputed) * _HOOKS_S[stage][0] + _HOOKS_S[stage][1]
 
 
 def _pair_s(stage: int) -> float:
@@ -210,8 +210,8 @@ def _seconds(
     kernels: Iterable[Kernels], phase: str, kinds: Collection[str], gpu: GpuModel
 ) -> float:
     """Return the seconds of a phase's kernels of some kinds."""
-    chosen = (k for k in kernels if k.phase == phase and k.kind in kinds)
-    return sum(k.count * _kernel_s(k, gpu) for k in chosen)
+    kernels_of_phase = (k for k in kernels if k.phase == phase and k.kind in kinds)
+    return sum(k.count * _kernel_s(k, gpu) for k in kernels_of_phase)
 
 
 def _kernel_s(kernel: Kernels, gpu: GpuModel) -> float:
@@ -225,14 +225,14 @@ def _kernel_s(kernel: Kernels, gpu: GpuModel) -> float:
 
 def _once(trace: StepTrace, kind: str) -> float:
     """Return how many more bytes the passes of the last micro step move than those before it."""
-    last, each = (trace.bytes_of(kind, _PASSES, last=of) for of in (True, False))
-    return max(0.0, last - each)
+    last, earlier = (trace.bytes_of(kind, _PASSES, last=is_last) for is_last in (True, False))
+    return max(0.0, last - earlier)
 
 
 def _added_bytes(trace: StepTrace, model: ModelTrace, *, last: bool) -> float:
     """Return the bytes that the engine moves in the passes beyond those of the model's kernels."""
-    of_model = sum(k.bytes * k.count for k in model.at(trace.micro_batch) if k.kind == MEMORY)
-    return max(0.0, trace.bytes_of(MEMORY, _PASSES, last=last) - of_model)
+    model_bytes = sum(k.bytes * k.count for k in model.at(trace.micro_batch) if k.kind == MEMORY)
+    return max(0.0, trace.bytes_of(MEMORY, _PASSES, last=last) - model_bytes)
 
 
 def _at(trace: StepTrace, micro_batch: int, parallelism: Parallelism) -> list[Collectives]:
@@ -240,8 +240,8 @@ def _at(trace: StepTrace, micro_batch: int, parallelism: Parallelism) -> list[Co
     ratio = micro_batch / trace.micro_batch
 
     def carries_activations(group: Collectives) -> bool:
-        of_layers = group.ranks == parallelism.tensor > 1 and group.stride == 1
-        return group.phase != STEP and (of_layers or group.kind.startswith(ALL_TO_ALL))
+        is_tensor_parallel = group.ranks == parallelism.tensor > 1 and group.stride == 1
+        return group.phase != STEP and (is_tensor_parallel or group.kind.startswith(ALL_TO_ALL))
 
     return [
         replace(group, bytes=ratio * group.bytes) if carries_activations(group) else group

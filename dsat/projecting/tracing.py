@@ -89,25 +89,25 @@ class Traced:
         smallest power of two with at least 16,384 tokens for each slot, or 32 for each slot if
         samples are not sequences.
         """
-        total, *of_device = (self.base.get(key) for key in ds_config.BATCH_KEYS)
+        total, *device_sizes = (self.base.get(key) for key in ds_config.BATCH_KEYS)
         if isinstance(total, int):
             return total // self.parallelism.tensor  # AutoTP divides it; see `resolve_batch`
-        given = [size for size in of_device if isinstance(size, int)]
+        sizes = [size for size in device_sizes if isinstance(size, int)]
         shared = self.parallelism.shared
         if self.has_batch:
-            each = math.prod(given)
+            group_samples = math.prod(sizes)
         elif self.sequence_length:
             samples = shared * _STEP_TOKENS / self.sequence_length
-            each = 2 ** math.ceil(math.log2(max(1.0, samples)))
+            group_samples = 2 ** math.ceil(math.log2(max(1.0, samples)))
         else:
-            each = shared * _STEP_SAMPLES
-        return self.parallelism.data(slots) * each
+            group_samples = shared * _STEP_SAMPLES
+        return self.parallelism.data(slots) * group_samples
 
     def gas(self, slots: int, micro_batch: int) -> int:
         """Return the accumulation steps of the global batch; 0 if there is no whole number."""
         groups = self.parallelism.data(slots) * micro_batch
-        found, left = divmod(self.global_batch(slots), groups)
-        return 0 if left else found
+        steps, rest = divmod(self.global_batch(slots), groups)
+        return 0 if rest else steps
 
     def config(self, strategy: Strategy, slots: int) -> dict[str, Any]:
         """Return the configuration of a strategy, without batch sizes."""
@@ -118,9 +118,9 @@ class Traced:
     def work(self, strategy: Strategy, micro_batch: int, cluster: Cluster) -> Array:
         """Return the work of a strategy on a cluster; see `traced_work.work_of`."""
         step, _ = self.traces[strategy]
-        of_slots = scaled(step, cluster.slots, sharded=strategy.stage > 0)
+        scaled_step = scaled(step, cluster.slots, sharded=strategy.stage > 0)
         stage, parallelism = strategy.stage, self.parallelism
-        return work_of(of_slots, self.model, micro_batch, cluster, stage, parallelism)
+        return work_of(scaled_step, self.model, micro_batch, cluster, stage, parallelism)
 
     @functools.cached_property
     def _basis(self) -> Basis:
@@ -156,15 +156,15 @@ def trace(
     """
     base, simulator = simulated.config, simulated.simulator
     facts, model = simulator.traced_facts(base)
-    found = Traced(base, facts, model, {}, {}, simulator.script.sequence_length)
+    traced = Traced(base, facts, model, {}, {}, simulator.script.sequence_length)
     # Simulate more slots than any group has, so that collectives of groups and of all ranks differ.
-    shared, group = found.parallelism.shared, ds_config.secondary_group(base)
+    shared, group = traced.parallelism.shared, ds_config.secondary_group(base)
     slots = shared * math.ceil(max(slots, _LEAST_TRACED, 2 * shared, 2 * group) / shared)
-    strategies = list(dict.fromkeys(choose(found)))
+    strategies = list(dict.fromkeys(choose(traced)))
     # Two micro steps suffice: all except the last are like the first.
-    accumulates = accumulates or any(found.gas(n, 1) > 1 for n in (*SIZES, slots))
+    accumulates = accumulates or any(traced.gas(n, 1) > 1 for n in (*SIZES, slots))
     gas = {ds_config.BATCH_KEYS[2]: 2 if accumulates else 1}
-    questions = [Question({**found.config(s, slots), **gas}, 1, slots) for s in strategies]
+    questions = [Question({**traced.config(s, slots), **gas}, 1, slots) for s in strategies]
     answers: dict[int, tuple[MemoryEstimate, StepTrace] | str] = {}
     labels = " | ".join(strategy.label for strategy in strategies)
 
@@ -177,19 +177,19 @@ def trace(
     ):
         answers.update(simulator.trace_each(questions))
     failures, traces = {}, {}
-    for number, (strategy, asked) in enumerate(zip(strategies, questions, strict=True)):
+    for number, (strategy, question) in enumerate(zip(strategies, questions, strict=True)):
         answer = answers.get(number, "interrupted")
         if isinstance(answer, str):
             failures[strategy.label] = answer
         else:
-            anchor = Anchor(asked.config, asked.micro_batch, answer[0], slots)
+            anchor = Anchor(question.config, question.micro_batch, answer[0], slots)
             traces[strategy] = answer[1], anchor
     if not traces:
         raise DsatError(f"no strategy can be simulated: {next(iter(failures.values()))}")
-    return replace(found, traces=traces, failures=failures)
+    return replace(traced, traces=traces, failures=failures)
 
 
-def worthwhile(found: Traced, gpu: GpuModel, count: int, *, always: bool) -> list[Strategy]:
+def worthwhile(traced: Traced, gpu: GpuModel, count: int, *, always: bool) -> list[Strategy]:
     """Return the strategies that fit by formula on some number of GPUs, the user's own first.
 
     Offloading is slow, so strategies with it are included only if no other fits `count` GPUs.
@@ -199,11 +199,11 @@ def worthwhile(found: Traced, gpu: GpuModel, count: int, *, always: bool) -> lis
         always: whether to include the user's own strategy even if it never fits.
     """
 
-    def fits(each: Strategy, sizes: Sequence[int]) -> bool:
-        return any(found.memory(each, slots, 1, gpu)[1] for slots in sizes)
+    def fits(strategy: Strategy, sizes: Sequence[int]) -> bool:
+        return any(traced.memory(strategy, slots, 1, gpu)[1] for slots in sizes)
 
-    fitting = [each for each in compared(found.base) if fits(each, SIZES)]
-    plain = [each for each in fitting if not each.offloads]
-    chosen = plain if any(fits(each, [count]) for each in plain) else fitting
-    own = [found.own] if always or fits(found.own, SIZES) or not chosen else []
+    fitting = [s for s in compared(traced.base) if fits(s, SIZES)]
+    plain = [s for s in fitting if not s.offloads]
+    chosen = plain if any(fits(s, [count]) for s in plain) else fitting
+    own = [traced.own] if always or fits(traced.own, SIZES) or not chosen else []
     return list(dict.fromkeys([*own, *chosen]))
