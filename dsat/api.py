@@ -171,10 +171,10 @@ def tune(
         DsatError: another error, see `dsat.errors`.
     """
     declared = list(all_options(method, local.ENGINES))
-    values, given = read_keywords(declared, options, f"tune(method={method!r})")
+    values, words = read_keywords(declared, options, f"tune(method={method!r})")
     settings = make_settings(
         {**read_target(target, model_dir), **values, "method": method},
-        given if method == DEFAULT_METHOD else {**given, "method": "method"},
+        words if method == DEFAULT_METHOD else {**words, "method": "method"},
         keeps_batch=True,
         search_options=search_options,
     )

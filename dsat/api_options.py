@@ -137,13 +137,13 @@ def read_target(target: Target, model_dir: PathLike | None) -> dict[str, Any]:
 
 
 def read_keywords(
-    options: Iterable[Option], given: Mapping[str, Any], called: str
+    options: Iterable[Option], arguments: Mapping[str, Any], called: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Read keyword arguments of the Python API.
 
     Args:
         options: options of the API function.
-        given: values by keyword.
+        arguments: values by keyword.
         called: the call's name in messages, such as `project()`.
 
     Returns:
@@ -156,7 +156,7 @@ def read_keywords(
     """
     options_by_keyword = {keyword: o for o in options if not o.shell_only for keyword in o.keywords}
     values, words = {}, {}
-    for keyword, value in given.items():
+    for keyword, value in arguments.items():
         if keyword not in options_by_keyword:
             hint = did_you_mean(keyword, options_by_keyword).strip()
             problem = f"{called} got an unexpected keyword argument {keyword!r}. {hint}"

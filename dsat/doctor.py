@@ -112,7 +112,7 @@ def _packages() -> Iterator[Finding]:
         elif name == "deepspeed":
             yield _deepspeed(installed)
     frameworks = {name: packages.version(name) for name in _FRAMEWORKS}
-    texts = ", ".join(f"{name} {found}" for name, found in frameworks.items() if found is not None)
+    texts = ", ".join(f"{name} {v}" for name, v in frameworks.items() if v is not None)
     yield Finding(
         "frameworks", texts or "none that dsat knows (a plain DeepSpeed script needs none)"
     )
@@ -122,7 +122,7 @@ def _deepspeed(version: str) -> Finding:
     faults = hazards.find_by_version(version)
     if not faults:
         return Finding("deepspeed", version)
-    problem = "; ".join(f"{each.effect} ({each.condition})" for each in faults)
+    problem = "; ".join(f"{fault.effect} ({fault.condition})" for fault in faults)
     remedy = f"pip install deepspeed=={hazards.unaffected_version(faults)}"
     return Finding("deepspeed", version, WARNING, f"known faults: {problem}", remedy)
 
@@ -237,4 +237,4 @@ def _place(cluster: str | None) -> Finding:
 
 def worst(findings: list[Finding]) -> str:
     """Return the worst state: "fails", else "warning", else "ok"."""
-    return max((each.state for each in findings), key=(OK, WARNING, FAILS).index)
+    return max((finding.state for finding in findings), key=(OK, WARNING, FAILS).index)

@@ -350,9 +350,9 @@ def _arg_mapping(text: Any) -> tuple[str, str]:
     return key, flag if flag.startswith("-") else f"--{flag}"
 
 
-def _values_by_switch(read: Iterable[tuple[str, tuple[Any, ...]]]) -> dict[str, tuple[Any, ...]]:
+def _values_by_switch(pairs: Iterable[tuple[str, tuple[Any, ...]]]) -> dict[str, tuple[Any, ...]]:
     joined: dict[str, tuple[Any, ...]] = {}
-    for name, values in read:
+    for name, values in pairs:
         joined[name] = _unique((*joined.get(name, ()), *values))
     return joined
 

@@ -82,7 +82,7 @@ def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
             parser.error(
                 f"{target_words[0]} and a command cannot both be tuned. Remove one of them."
             )
-        flags = [flag for each in options for flag in each.flags]
+        flags = [flag for option in options for flag in option.flags]
         hint = did_you_mean(unknown[0].partition("=")[0], flags, 0.75).strip()
         parser.error(
             f"dsat {name} has no option {unknown[0]}; see `dsat {name} --help`. {hint}".strip()
@@ -98,7 +98,7 @@ def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
 
 def _note_options_of_command(words: Sequence[str], options: Iterable[Option]) -> None:
     """Print a note for each word of the user's command that looks like a common dsat option."""
-    ours = {flag for each in options if each.group is Group.FIRST for flag in each.flags}
+    ours = {flag for o in options if o.group is Group.FIRST for flag in o.flags}
     for word in words:
         if word.startswith("--") and word.partition("=")[0] in ours:
             note = (

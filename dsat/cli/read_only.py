@@ -56,7 +56,7 @@ def _show(settings: ShowSettings) -> None:
         return
     view = RunView(run)
     if settings.trials:
-        rows = [each.to_json() for each in view.trials] if settings.json else None
+        rows = [trial_view.to_json() for trial_view in view.trials] if settings.json else None
         _print(rows, [view.trial_table() if view.trials else "No trial has begun."])
     else:
         document = {**view.to_json(past.folder), "state": past.state} if settings.json else None

@@ -203,7 +203,7 @@ def _convert_as_master(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _convert_as_master(each) for key, each in value.items()}
     if isinstance(value, list):
-        return [_convert_as_master(each) for each in value]
+        return [_convert_as_master(item) for item in value]
     if isinstance(value, TaggedScalar):
         return value.value
     if type(value) is str and value in _TRUTHS:

@@ -238,7 +238,7 @@ class Rewriting:
         """Set the options of `accelerate launch`; add the configuration unless a file names it."""
         name = Path(self.words[0]).name
         begin = ("python" if name.startswith("python") else name, *self.words[1:])
-        end = next((len(each) for each in _LAUNCHERS if begin[: len(each)] == each), None)
+        end = next((len(words) for words in _LAUNCHERS if begin[: len(words)] == words), None)
         if end is None:
             return
         begins = (

@@ -93,7 +93,7 @@ class ClusterEngine:
 
     def end(self, event: Mapping[str, Any]) -> tuple[int, Outcome, list[Operation]] | None:
         """Return the trial that an event ends, its outcome and the operations to post, or None."""
-        kind = next((each for each in (COMPLETED, EXITED, CLOSED) if event.get(each)), None)
+        kind = next((key for key in (COMPLETED, EXITED, CLOSED) if event.get(key)), None)
         if kind is None:
             return None
         data = event[kind]

@@ -113,7 +113,7 @@ class Master:
             )
         )
         listed = (experiment for page in pages for experiment in page.experiments)
-        return next((each for each in listed if (each.description or "").startswith(tag)), None)
+        return next((e for e in listed if (e.description or "").startswith(tag)), None)
 
     def find_or_create(
         self, tag: str, config: Mapping[str, Any], model_dir: Path, includes: Sequence[Path]
@@ -212,7 +212,7 @@ def read_trial_log(master: Master, experiment_id: int, trial_id: int) -> Sequenc
     `trial_id` is the trial's number in the search; if there is no such trial, return no lines.
     """
     trials = master.trials(experiment_id)
-    trial: Any = next((each for each in trials if _id_in_search(each) == trial_id), None)
+    trial: Any = next((t for t in trials if _id_in_search(t) == trial_id), None)
     lines: list[str] = []
     for pause_s in (0.0, *_LATE_LOGS_S) if trial is not None else ():
         time.sleep(pause_s)

@@ -50,7 +50,7 @@ def events_to_json(events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def restore_events(events: Sequence[Mapping[str, Any]], job: Job) -> list[dict[str, Any]]:
     """Return the events of a log with the job's plan, which `events_to_json` had removed."""
     plan = {"plan": job.plan.to_json()}
-    return [{**each, **plan} if each["event"] == EVENT_START else {**each} for each in events]
+    return [{**event, **plan} if event["event"] == EVENT_START else {**event} for event in events]
 
 
 def to_lines(result: Mapping[str, Any]) -> list[str]:
@@ -84,7 +84,7 @@ def from_lines(lines: Iterable[str]) -> dict[str, Any]:
 def text_lines(view: RunView) -> list[str]:
     """Return the verdict and the best configuration, or the last error and the verdict."""
     if view.best is None:
-        details = [each.outcome.detail for each in view.ended if each.outcome]
+        details = [v.outcome.detail for v in view.ended if v.outcome]
         last = next(filter(None, reversed(details)), "")
         return [*last.splitlines(), *view.verdict.lines]
     best = json.dumps(hide_secrets_in_values(view.best_config))

@@ -172,7 +172,7 @@ class Runner:
             if closes and "could not be found" in str(error):
                 return  # the trial ended by itself before it could be closed
             # If the master no longer sends the event, this or an earlier attempt has answered it.
-            if any(each.id == event.id for each in self._events()):
+            if any(e.id == event.id for e in self._events()):
                 raise
 
     # -- state

@@ -69,7 +69,7 @@ def fewest(
         per_group = math.prod(size for size in fixed if isinstance(size, int))
         counts = [n for n in counts if total % (per_group * shared.data(n)) == 0]
 
-    def on(gpus: int, size: int, among: Sequence[Strategy]) -> list[Choice]:
+    def choose(gpus: int, size: int, among: Sequence[Strategy]) -> list[Choice]:
         """Return a choice for each strategy that fits the GPUs; ignore the host's memory."""
         choices, facts = [], basis.variants[0].facts
         model = MemoryModel(basis, slots=gpus, limit_bytes=size, on_device=True)
@@ -84,9 +84,9 @@ def fewest(
 
     def first(size: int, among: Sequence[Strategy]) -> Choice | None:
         # The more GPUs, the less memory each needs: a binary search finds the smallest number.
-        first_index = bisect.bisect_left(counts, True, key=lambda n: bool(on(n, size, among)))
+        first_index = bisect.bisect_left(counts, True, key=lambda n: bool(choose(n, size, among)))
         # A host with more ranks may need more memory, because each rank loads the weights.
-        held = itertools.chain.from_iterable(on(n, size, among) for n in counts[first_index:])
+        held = itertools.chain.from_iterable(choose(n, size, among) for n in counts[first_index:])
         return next((c for c in held if fits_host(c.host_bytes, host_memory)), None)
 
     choices = []

@@ -346,4 +346,4 @@ def _advice(advice: Sequence[Advice], lines: Sequence[Line]) -> list[str]:
             return ["", f"No strategy fits the host: those that fit the GPUs need {least} or more."]
         return ["", "No strategy fits these GPUs."]
     heading = "Fastest strategy that fits, with its memory at micro batch 1:"
-    return ["", heading, *(f"- {each}" for each in advice)]
+    return ["", heading, *(f"- {tip}" for tip in advice)]

@@ -157,8 +157,8 @@ class Comparison:
         # smaller of the margins with and without the prior. It misses the true gain no more often
         # than the two together.
         errors = [
-            (math.sqrt(total / known / count), known)
-            for total, known in ((squares, freedom), (squares + prior, freedom + extra))
+            (math.sqrt(total / degrees / count), degrees)
+            for total, degrees in ((squares, freedom), (squares + prior, freedom + extra))
         ]
         return cls(mean, *min(errors, key=lambda error: _margin(*error)), variation)
 

@@ -155,8 +155,8 @@ class Decisions:
         finals can follow, so no trials are reserved.
         """
         run, trials = self.run, self.run.trials.values()
-        searched = [run.outcomes.get(each.id) for each in trials if each.kind is TrialKind.SEARCH]
-        all_failed = bool(searched) and not any(each is None or each.ok for each in searched)
+        searched = [run.outcomes.get(t.id) for t in trials if t.kind is TrialKind.SEARCH]
+        all_failed = bool(searched) and not any(o is None or o.ok for o in searched)
         has_finals = run.value(run.baseline) is not None and not all_failed
         return len(run.trials) >= run.plan.max_trials - (self._reserved if has_finals else 0)
 

@@ -343,7 +343,7 @@ class Finals:
             margin = margin_of_single_runs(errors, 1 + len(self._candidates))
             return candidate.log_value - self.own.log_value - margin
 
-        return next((each for each in self._candidates if least(each) > 0), None)
+        return next((c for c in self._candidates if least(c) > 0), None)
 
     def _drop_pick(self) -> None:
         self.pick, self.pairs, self._pair, self._same_batch = None, [], {}, None

@@ -155,8 +155,8 @@ class ProfilePhase:
         Stage 0 forbids some calls that other stages allow, such as `loss.backward()` instead of
         `engine.backward(loss)`.
         """
-        in_deepspeed = "/deepspeed/" in _last_frame(outcome.detail)
-        return read_strategy(self._plan.base_config).stage == 0 and in_deepspeed
+        is_in_deepspeed = "/deepspeed/" in _last_frame(outcome.detail)
+        return read_strategy(self._plan.base_config).stage == 0 and is_in_deepspeed
 
     @property
     def _smallest_micro_batch(self) -> int:
@@ -187,10 +187,10 @@ def _is_of_script(trial: Trial, outcome: Outcome) -> bool:
         return True
     frame = _last_frame(outcome.detail)
     has_trained = trial.kind is TrialKind.BASELINE and outcome.completed_steps > 0
-    in_library = any(part in frame for part in _IN_LIBRARY)
+    is_in_library = any(part in frame for part in _IN_LIBRARY)
     # CUDA reports a kernel's error only where the script later waits for the device.
     is_device_error = "CUDA error" in outcome.message
-    return has_trained and bool(frame) and not (in_library or is_device_error)
+    return has_trained and bool(frame) and not (is_in_library or is_device_error)
 
 
 def _last_frame(traceback: str) -> str:

@@ -292,7 +292,7 @@ class Run:
     @property
     def deepspeed_version(self) -> str | None:
         """DeepSpeed's version where trials run; None if the journal does not say."""
-        curves = [each.training for each in self.outcomes.values() if each.training]
+        curves = [o.training for o in self.outcomes.values() if o.training]
         reported = next((c.deepspeed_version for c in curves if c.deepspeed_version), None)
         return hazards.version_in(str(self.info.get("software", ""))) or reported
 

@@ -165,19 +165,19 @@ def precision_of(config: Mapping[str, Any]) -> str:
     return "fp32"
 
 
-def suspects(changes: Mapping[str, Any], of_same: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def suspects(changes: Mapping[str, Any], harmless: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the changes that may explain different losses.
 
-    These are the changes that no configuration in `of_same` has, or else all changes.
+    These are the changes that no configuration in `harmless` has, or else all changes.
 
     Args:
         changes: changes of the configuration that trains differently, by setting.
-        of_same: changes of configurations that train like the user's own.
+        harmless: changes of configurations that train like the user's own.
     """
     unexplained = {
         key: value
         for key, value in changes.items()
-        if not any(key in other and other[key] == value for other in of_same)
+        if not any(key in other and other[key] == value for other in harmless)
     }
     return unexplained or dict(changes)
 

@@ -174,7 +174,7 @@ class SearchPhase:
     def _anything_fits(self, forecast: Forecast) -> bool:
         smallest = self._space.micro_batches[0]
         settings = (branch.settings(0) for branch in self._space.branches)
-        return any(forecast.largest(each) >= smallest for each in settings)
+        return any(forecast.largest(s) >= smallest for s in settings)
 
 
 class _Observations:

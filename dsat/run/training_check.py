@@ -105,12 +105,12 @@ class TrainingCheck:
         reason = f"on the same data it trains differently from yours. {finding.reason}"
         if finding.of_gradients:
             return f"{reason}. {self._likely_wrong(pick)}"
-        same = [
+        harmless = [
             self.changes(trial)
             for trial in self.trials.values()
             if trial.kind is TrialKind.SEARCH and self.compare(trial).agreement is Agreement.SAME
         ]
-        blamed = same_training.suspects(self.changes(pick), same)
+        blamed = same_training.suspects(self.changes(pick), harmless)
         cause = ", ".join(f"{key}={value[1]}" for key, value in blamed.items()) or "the batch sizes"
         return f"{reason}. Possible cause: {cause}"
 

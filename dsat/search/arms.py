@@ -71,16 +71,16 @@ class Arm:
     @property
     def ours(self) -> list[Observation]:
         """Trials of the arm that the search proposed."""
-        return [each for each in self.observed if each.arm is not None]
+        return [t for t in self.observed if t.arm is not None]
 
     @property
     def trials(self) -> int:
         """Number of finished trials that the search proposed."""
-        return sum(each.outcome is not None for each in self.ours)
+        return sum(t.outcome is not None for t in self.ours)
 
     @property
     def is_running(self) -> bool:
-        return any(each.outcome is None for each in self.ours)
+        return any(t.outcome is None for t in self.ours)
 
     def observe(self, observation: Observation, objective: Objective) -> None:
         """Narrow the open range by the outcome of a trial with these settings.

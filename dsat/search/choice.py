@@ -170,7 +170,7 @@ class Chooser:
         if self.costs is None:
             return np.zeros(len(worth), bool)
         branch, cost = candidates.branch, candidates.cost
-        firsts_s = sum(cost[first & (branch == each)].max() for each in set(branch[first]))
+        firsts_s = sum(cost[first & (branch == b)].max() for b in set(branch[first]))
         better: Array = worth > max(_LEAST, float(worth[first].max()))
         better &= cost + firsts_s > self.costs.left_s
         return better
@@ -196,15 +196,15 @@ class Chooser:
         gain = configurations.log_work(points) - log_s[new] - (0.0 if best is None else best[1])
         cost = np.ones(len(points))
         step_s = predictions.seconds(log_s)
-        kept, usual_cost = np.ones(len(points), bool), math.inf
+        eligible, usual_cost = np.ones(len(points), bool), math.inf
         if self.costs is not None and step_s is not None:
             cost = self.costs.trial_s(step_s)
             usual_cost, cost = float(cost[-1]), cost[new]
             least_s = (step_s * np.exp(-np.minimum(sd, _MOST_UNKNOWN)))[new]
-            kept = ~self.costs.are_too_long(least_s)
+            eligible = ~self.costs.are_too_long(least_s)
             if self.stop_when:
-                kept &= ~self.costs.are_unaffordable(least_s)
-        if not kept.any():
+                eligible &= ~self.costs.are_unaffordable(least_s)
+        if not eligible.any():
             raise TooDear
         # How much a measurement, as noisy as earlier ones, would change each prediction: little if
         # the prediction is more certain. This is the standard deviation of the knowledge gradient
@@ -213,7 +213,7 @@ class Chooser:
         branch, index = np.array(keys).T
         log_runs = predictions.log_runs(keys, points)
         arrays = (branch, index, sizes, log_runs, gain, moved, cost)
-        return Candidates(usual_cost, *(array[kept] for array in arrays))
+        return Candidates(usual_cost, *(array[eligible] for array in arrays))
 
     def _list_open(self) -> tuple[list[Key], Array]:
         """Return the settings and the micro batches of the configurations that may be tried."""

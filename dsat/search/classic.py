@@ -125,7 +125,7 @@ class ASHASearch(ArmSearch):
         and perhaps several times, and `_promote` returns only arms that can continue.
         """
         rungs = {
-            number: max((each.note.get("rung", 0) for each in arm.ours), default=0)
+            number: max((t.note.get("rung", 0) for t in arm.ours), default=0)
             for number, arm in arms.begun.items()
         }
         for rung in range(len(self._resources) - 1):
@@ -233,7 +233,7 @@ class RandomSearch(ArmSearch):
 
     def _should_end(self, arms: Arms, arm: Arm) -> bool:
         largest_ran = arms.branches[arm.branch].largest_ran
-        ended = [each.outcome for each in arm.ours if each.outcome is not None]
+        ended = [t.outcome for t in arm.ours if t.outcome is not None]
         return (
             arm.trials >= self._trials_per_config
             or not self._is_worthwhile(arms, arm.branch)

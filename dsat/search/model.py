@@ -74,7 +74,7 @@ class ModelSearch(Search):
         self._configurations.set_memory(context.memory)
         self._predictions = predictions = Predictions(self._configurations, observations)
         may_stop = self._stop_when > 0 and len(predictions.measured) > 0
-        is_running = any(each.outcome is None for each in observations)
+        is_running = any(o.outcome is None for o in observations)
         try:
             choice = Chooser(predictions, context.costs, self._stop_when).choose(observations)
         except TooDear:

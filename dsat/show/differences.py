@@ -73,20 +73,20 @@ def differences(plan: Plan, trial: Trial, switches: Mapping[str, Any]) -> list[D
     """
     user_values = _settings({**plan.config(plan.own_batch.config()), **switches})
     trial_values = _settings({**plan.config(trial.overrides), **switches, **trial.script_args})
-    found, others = [], sorted((user_values.keys() | trial_values.keys()) - _NAMES.keys())
-    for key in (*_NAMES, *others):
+    changes, rest = [], sorted((user_values.keys() | trial_values.keys()) - _NAMES.keys())
+    for key in (*_NAMES, *rest):
         default = _default_of(plan, key, trial.stage)
         if user_values.get(key, default) != trial_values.get(key, default):
-            found.append(Difference(key, user_values.get(key), trial_values.get(key), default))
-    return found
+            changes.append(Difference(key, user_values.get(key), trial_values.get(key), default))
+    return changes
 
 
 def _default_of(plan: Plan, key: str, stage: int) -> Any:
     if key == STAGE:
         return 0
     declared = (s.values[0] for s in SETTINGS if s.path == key and stage in s.stages)
-    known = plan.defaults.get(key)
-    return next(declared, None) if known is None else known
+    value = plan.defaults.get(key)
+    return next(declared, None) if value is None else value
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def _parts(view: RunView, folders: str, train_line: str) -> dict[str, Any]:
     best = view.best and view.best.trial
     return {
         "view": view,
-        "ranks": {each.trial.id: rank for rank, each in enumerate(view.ranked)},
+        "ranks": {v.trial.id: rank for rank, v in enumerate(view.ranked)},
         "info": {key: str(value) for key, value in view.info.items()},
         "folders": folders,
         "train_line": train_line if view.best is not None else "",

@@ -224,7 +224,7 @@ def _measured(metrics: Metrics) -> list[tuple[str, str]]:
 
 
 def _changes(run: Run, trial: Trial) -> list[tuple[str, str, str]]:
-    return [(each.key, *each.texts) for each in differences(run.plan, trial, own_switches(run))]
+    return [(d.key, *d.texts) for d in differences(run.plan, trial, own_switches(run))]
 
 
 def _tails(folder: Path) -> Iterator[Part]:

@@ -38,17 +38,17 @@ class CommandLine:
 
 
 def write_line(
-    settings: Settings, options: Iterable[Option], given: Mapping[str, Any]
+    settings: Settings, options: Iterable[Option], keywords: Mapping[str, Any]
 ) -> CommandLine | None:
     """Return the command line that equals a call of `dsat.tune`; None if there is none.
 
-    `options` are the options of `dsat.tune`, and `given` the call's values by keyword.
+    `options` are the options of `dsat.tune`, and `keywords` the call's values by keyword.
     """
     if settings.method not in BUILT_IN or settings.engine not in ENGINE_NAMES:
         return None
     options_by_keyword = {keyword: option for option in options for keyword in option.keywords}
     words = ["--method", settings.method]
-    for keyword, value in given.items():
+    for keyword, value in keywords.items():
         option_words = options_by_keyword[keyword].to_words(value)
         if option_words is None:
             return None

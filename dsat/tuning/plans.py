@@ -131,7 +131,7 @@ def _values(settings: Settings, kind: type) -> dict[str, Any]:
 
 
 def _global_batch(
-    settings: Settings, base: Mapping[str, Any], own: BatchTriple, *, is_listed: bool
+    settings: Settings, base: Mapping[str, Any], batch: BatchTriple, *, is_listed: bool
 ) -> int | None:
     """Return the global batch size of all configurations; None if it is free.
 
@@ -158,7 +158,7 @@ def _global_batch(
         return None
     is_in_config = isinstance(base.get(ds_config.BATCH_KEYS[0]), int) and not is_listed
     held = is_in_config and size is None and settings.max_train_batch_size is None
-    return own.train_batch_size if held or size == OWN else None
+    return batch.train_batch_size if held or size == OWN else None
 
 
 def _data_parallel(
@@ -285,9 +285,9 @@ def _groups(rule: BatchRule) -> str:
     )
 
 
-def find_script_switches(program: Entrypoint, given: Mapping[str, str]) -> dict[str, bool]:
+def find_script_switches(program: Entrypoint, arg_mappings: Mapping[str, str]) -> dict[str, bool]:
     """Return activation checkpointing with the user's value, if the script has a flag for it."""
-    flag = script_args.mappings_for(program.args, given).get(CHECKPOINTING)
+    flag = script_args.mappings_for(program.args, arg_mappings).get(CHECKPOINTING)
     if flag is None:
         return {}
     return {CHECKPOINTING: script_args.is_on(program.args, flag)}

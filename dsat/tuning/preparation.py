@@ -270,14 +270,14 @@ def _choose_slots(
     return replace(source, experiment=experiment, program=program), usable, slots
 
 
-def searcher_of_full_run(experiment: Experiment, *needed: str) -> Mapping[str, Any]:
+def searcher_of_full_run(experiment: Experiment, *keys: str) -> Mapping[str, Any]:
     """Return the experiment's searcher, which sets the length of its training.
 
     Raises:
-        UserInputError: a key of `needed` is missing.
+        UserInputError: one of `keys` is missing.
     """
     searcher: Mapping[str, Any] = experiment.config.get("searcher") or {}
-    absent = [key for key in needed if key not in searcher]
+    absent = [key for key in keys if key not in searcher]
     if absent:
         raise UserInputError(
             f"there is no {absent[0]}",

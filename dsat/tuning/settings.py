@@ -359,15 +359,15 @@ class Settings(Target):
         """Return the flag, keyword or key that set a setting; by default its flag."""
         return self.given.get(setting) or _FLAGS[setting]
 
-    def trial_options(self, own: BatchTriple | None = None) -> TrialOptions:
+    def trial_options(self, batch: BatchTriple | None = None) -> TrialOptions:
         return TrialOptions(
             timeout_s=self.trial_timeout_s,
             start_step=self.start_profile_step,
             end_step=self.end_profile_step,
             max_steps=self.max_profile_steps,
             slot_memory_bytes=self.slot_memory_bytes,
-            own_micro_batch=None if own is None else own.micro_batch,
-            own_gas=None if own is None else own.gas,
+            own_micro_batch=None if batch is None else batch.micro_batch,
+            own_gas=None if batch is None else batch.gas,
         )
 
 
