@@ -228,8 +228,8 @@ def choose_machines(
     for name in rest:
         if len(hosts[name]) != len(hosts[first]):
             raise UserInputError(
-                f"{path} lists {_slots_text(hosts[first])} for {first} and "
-                f"{_slots_text(hosts[name])} for {name}, but all machines need the same number",
+                f"{_slots_text(hosts[first])} for {first} and {_slots_text(hosts[name])} for "
+                f"{name} in {path}, but all machines need the same number",
                 where=_WHERE,
                 hint="Make the numbers equal with slots=N, --include or --num_gpus.",
             )

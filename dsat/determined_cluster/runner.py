@@ -246,7 +246,7 @@ class Runner:
             self._print_result(canceled=True)
 
     def conclude(self) -> None:
-        """End because the trials' experiment has ended."""
+        """Print why the search ended, and report its result."""
         if self._search.over:
             say(f"ended: {self._run.stop_reason}")
         else:

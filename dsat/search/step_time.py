@@ -334,7 +334,7 @@ class Terms:
         backward = kernels - forward
 
         def hide(communication: Array) -> Array:
-            """Return the time of a backward pass that hides communication but the last bucket's."""
+            """Return seconds of a backward pass hiding all but the last bucket's communication."""
             exposed: Array = communication * self._unhidden
             return exposed + _larger(backward, communication)
 
