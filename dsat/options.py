@@ -170,20 +170,20 @@ class Option:
             return None
         if self.kind is None or not self.many:
             return self.read(value)
-        return self.kind.collect(map(self.read, _listed(value)))
+        return self.kind.collect(map(self.read, _to_list(value)))
 
     def to_words(self, value: Any) -> list[str] | None:
         """Return the words of the command line for a Python value; None if there are none."""
         flag = self.flags[-1]
         if value is None or self.kind is None:
             return [flag] if value else []
-        listed = _listed(value) if self.many else [value]
+        listed = _to_list(value) if self.many else [value]
         texts = [switches.write(*v) if isinstance(v, tuple) else str(v) for v in listed]
         result = self.from_python(texts if self.many else texts[0])
         return [f"{flag}={text}" for text in texts] if result == self.from_python(value) else None
 
 
-def _listed(value: Any) -> Sequence[Any]:
+def _to_list(value: Any) -> Sequence[Any]:
     """Return the values of an option as a list; a mapping becomes tuples of key and value."""
     if isinstance(value, Mapping):
         return list(value.items())
@@ -364,7 +364,7 @@ def _lora(value: Any) -> dict[str, str]:
     """Return the parts of `r=16,target=q_proj+v_proj,dropout=0.05` by name, as text."""
     if not isinstance(value, Mapping):
         value = dict(part.partition("=")[::2] for part in _word(value).split(","))
-    parts = {str(key).strip(): _joined(part).strip() for key, part in value.items()}
+    parts = {str(key).strip(): _join(part).strip() for key, part in value.items()}
     if set(parts) - {"r", "target", "dropout"} or not all(parts.values()):
         raise ValueError(
             f"invalid adapters {value!r}: write, for example, r=16,target=q_proj+v_proj"
@@ -374,7 +374,7 @@ def _lora(value: Any) -> dict[str, str]:
     return parts
 
 
-def _joined(part: Any) -> str:
+def _join(part: Any) -> str:
     return "+".join(map(str, part)) if isinstance(part, (list, tuple, set)) else str(part)
 
 

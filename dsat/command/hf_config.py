@@ -125,13 +125,13 @@ def ds_config(dtype: str | None, config: Mapping[str, Any]) -> dict[str, Any]:
         usual |= dict.fromkeys(sizes, 1)
     merged = configs.merge(usual, configs.fill_in_auto(config, usual))
     merged.pop("scheduler", None)  # takes no memory, but would need the training's length
-    return _without_auto(merged)
+    return _drop_auto(merged)
 
 
-def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_auto(config: Mapping[str, Any]) -> dict[str, Any]:
     """Drop "auto" values, so that DeepSpeed's defaults apply; keep the keys of `BY_HIDDEN_SIZE`."""
     return {
-        key: _without_auto(value) if isinstance(value, Mapping) else value
+        key: _drop_auto(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
         if value != configs.AUTO or key in configs.BY_HIDDEN_SIZE
     }

@@ -181,7 +181,7 @@ def custom_config(job: Job, runner_id: int, runner: Mapping[str, Any]) -> dict[s
         "smaller_is_better": job.plan.objective.smaller_is_better,
     }
     config["hyperparameters"] = {
-        **_as_constants(job.hparams),
+        **_make_constants(job.hparams),
         ds_config.DSAT_MODE_KEY: True,
         VARIED: _varied_ranges(job.plan),
     }
@@ -196,7 +196,7 @@ def full_run_config(
     """Return the configuration of the user's experiment with the best trial's settings."""
     config = _user_config(job, full_run_tag(runner_id), runner)
     hparams = trial_hparams(job.hparams, best.overrides, best.script_args)
-    config["hyperparameters"] = _as_constants(hparams)
+    config["hyperparameters"] = _make_constants(hparams)
     return config
 
 
@@ -205,19 +205,19 @@ def _labels(config: Mapping[str, Any], name: str) -> list[str]:
     return list(dict.fromkeys([*(config.get("labels") or []), LABEL, name]))
 
 
-def _as_constants(hparams: Mapping[str, Any]) -> dict[str, Any]:
+def _make_constants(hparams: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyperparameters in which each mapping with a key `type` is declared a constant.
 
     Otherwise the master would read such a mapping (optimizer, scheduler) as a range, or refuse it.
     The settings of DeepSpeed and of dsat each become one constant.
     """
-    return {name: _as_constant(value, name in _SETTINGS) for name, value in hparams.items()}
+    return {name: _make_constant(value, name in _SETTINGS) for name, value in hparams.items()}
 
 
-def _as_constant(value: Any, whole: bool = False) -> Any:
+def _make_constant(value: Any, whole: bool = False) -> Any:
     if not isinstance(value, Mapping):
         return value
-    return {"type": "const", "val": value} if whole or "type" in value else _as_constants(value)
+    return {"type": "const", "val": value} if whole or "type" in value else _make_constants(value)
 
 
 def _user_config(job: Job, tag: str, runner: Mapping[str, Any]) -> dict[str, Any]:

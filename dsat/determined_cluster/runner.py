@@ -82,7 +82,7 @@ class Runner:
             lambda: self._master.running_trials(self.experiment_id), job.trial.timeout_s
         )
         self._saved_events = -1
-        self._reported = 0
+        self._num_reported = 0
 
     @property
     def experiment_id(self) -> int:
@@ -216,9 +216,9 @@ class Runner:
     def _report_progress(self) -> None:
         run = self._run
         ended = len(run.outcomes)
-        if ended == self._reported:
+        if ended == self._num_reported:
             return
-        self._reported = ended
+        self._num_reported = ended
         progress = self._search.progress * jobs.RUNNER_LENGTH
         self._master.ask(lambda: self._operation.report_progress(progress))
         if run.best_value is not None:

@@ -280,7 +280,7 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
         _log.info(note)
     _check_mappings(settings)
     slots = settings.slots or experiment.slots_per_trial
-    settings = _with_max_slots(settings, experiment, slots)
+    settings = _set_max_slots(settings, experiment, slots)
     if settings.run_full_experiment:
         _check_full_run(experiment)
     if settings.memory_model == BY_SIMULATION:
@@ -347,7 +347,7 @@ def _check_mappings(settings: Settings) -> None:
             )
 
 
-def _with_max_slots(settings: Settings, experiment: experiments.Experiment, slots: int) -> Settings:
+def _set_max_slots(settings: Settings, experiment: experiments.Experiment, slots: int) -> Settings:
     """Return the settings with the limit on devices, by default the experiment's.
 
     Raises UserInputError if a trial needs more devices.

@@ -47,7 +47,7 @@ def from_log(messages: Sequence[str], *, failed: bool) -> Outcome:
 
     `failed` is whether the master reports a failure; otherwise, the script may just have ended.
     """
-    lines = [line for message in messages for line in _without_prefix(message)]
+    lines = [line for message in messages for line in _strip_prefix(message)]
     plain = [line for line in lines if LOG_MARK not in line and ATTACHED_MARK not in line]
     outcome = _outcome_of_lines(lines, plain, failed=failed)
     everything = "\n".join([outcome.message, outcome.detail, *plain])
@@ -93,7 +93,7 @@ def _outcome_of_lines(lines: Sequence[str], plain: Sequence[str], *, failed: boo
 
 def reason_of_failure(messages: Sequence[str]) -> str:
     """Return the last exception in a log; without one its last line."""
-    lines = [line for message in messages for line in _without_prefix(message) if line.strip()]
+    lines = [line for message in messages for line in _strip_prefix(message) if line.strip()]
     return _last_exception(lines) or (lines[-1] if lines else "")
 
 
@@ -134,28 +134,28 @@ def _reports(lines: Sequence[str]) -> list[dict[str, Any]]:
     return [data for data in reports if data["run"] == reports[-1]["run"]]
 
 
-def _without_prefix(message: str) -> list[str]:
+def _strip_prefix(message: str) -> list[str]:
     _, bars, text = message.partition("|| ")
     return (text if bars else message).splitlines()
 
 
 def _last_exception(lines: Sequence[str]) -> str:
     for line in reversed(lines):
-        match = _EXCEPTION.match(_without_rank(line))
+        match = _EXCEPTION.match(_strip_rank(line))
         if match:
             return match[0]
     return ""
 
 
 def _last_traceback(lines: Sequence[str]) -> list[str]:
-    starts = [n for n, line in enumerate(lines) if _without_rank(line).startswith(_TRACEBACK)]
+    starts = [n for n, line in enumerate(lines) if _strip_rank(line).startswith(_TRACEBACK)]
     if not starts:
         return []
-    tail = [_without_rank(line) for line in lines[starts[-1] :]]
+    tail = [_strip_rank(line) for line in lines[starts[-1] :]]
     end = next((n for n, line in enumerate(tail) if n and line[:1] not in ("", " ")), len(tail))
     return tail[: end + 1]
 
 
-def _without_rank(line: str) -> str:
+def _strip_rank(line: str) -> str:
     """Return a line without a launcher's prefix (`[rank0]: `)."""
     return (line.startswith("[") and line.partition("]: ")[2]) or line

@@ -77,7 +77,7 @@ class StateWatch:
         self._ask = ask
         self._say = say
         self._clock = clock
-        self._asked_s = clock()
+        self._requested_at_s = clock()
         self._state = ""
         self._since_s = 0.0
         self._logged_s: float | None = None
@@ -85,8 +85,8 @@ class StateWatch:
     def is_idle(self) -> bool:
         """Return whether the experiment is paused or ending, as of a recent request."""
         now = self._clock()
-        if now - self._asked_s >= _ASK_EVERY_S:
-            self._asked_s = now
+        if now - self._requested_at_s >= _ASK_EVERY_S:
+            self._requested_at_s = now
             try:
                 self._enter(self._ask(), now)
             except Exception as error:
@@ -127,15 +127,15 @@ class TimeLimit:
         self._ask = ask
         self._clock = clock
         self._limit_s = timeout_s + min(timeout_s, _START_S)
-        self._asked_s = clock()
+        self._requested_at_s = clock()
         self._since_s: dict[tuple[int, int], float] = {}
 
     def overdue(self) -> dict[int, int]:
         """Return the ids of trials over the limit, by number in the search; list trials rarely."""
         now = self._clock()
-        if now - self._asked_s < min(self._limit_s / 2, _LIST_EVERY_S):
+        if now - self._requested_at_s < min(self._limit_s / 2, _LIST_EVERY_S):
             return {}
-        self._asked_s = now
+        self._requested_at_s = now
         try:
             running = self._ask()
         except Exception as error:

@@ -236,7 +236,7 @@ def _candidates(model: SimulatedModel, devices: EstimateSettings) -> Iterator[_C
 
     @functools.cache
     def table_of(pins: bool, recomputes: bool) -> tuple[LineByLine, list[Strategy]]:
-        config = model.config if pins else _unpinned(model.config)
+        config = model.config if pins else _unpin(model.config)
         switches = {CHECKPOINTING: True} if recomputes else {}
         table = LineByLine(replace(model, config=config), devices, switches)
         return table, list(table.fastest_first())
@@ -245,7 +245,7 @@ def _candidates(model: SimulatedModel, devices: EstimateSettings) -> Iterator[_C
     ways = ((0, True), (1, True), (2, True), (1, False), (2, False))
     recomputing = (False, True)[: 1 + may_recompute]
     for (offloaded, pins), recomputes in itertools.product(ways, recomputing):
-        config = model.config if pins else _unpinned(model.config)
+        config = model.config if pins else _unpin(model.config)
         added = (_CHECKPOINTS,) * recomputes + (_UNPINNED,) * (not pins)
         changes = f" with {' and '.join(added)}" if added else ""
         table, fitting = table_of(pins, recomputes)
@@ -273,7 +273,7 @@ def _ways_out(model: SimulatedModel, devices: EstimateSettings) -> tuple[str, ..
     [slots], [gpu_bytes] = devices.slot_counts, devices.slot_memories
     is_off = devices.activation_checkpointing == "off"
     switches = {} if is_off else {CHECKPOINTING: True}
-    config = _unpinned(model.config)
+    config = _unpin(model.config)
     basis = Basis.of_model(model.simulator.facts(config, switches))
     choices = fewest_gpus.fewest(basis, config, devices.host_memory, sizes=(gpu_bytes,))
     least = min((choice.gpus for choice in choices if choice.gpus > slots), default=None)
@@ -299,12 +299,12 @@ def _fits_with(devices: EstimateSettings) -> bool:
         contextlib.suppress(DsatError),  # for example, the model has no linear layers
         simulate(replace(devices, activation_checkpointing=recomputes)) as model,
     ):
-        table = LineByLine(replace(model, config=_unpinned(model.config)), devices)
+        table = LineByLine(replace(model, config=_unpin(model.config)), devices)
         return any(line.largest[devices.slot_memories[0]] for line in table.lines())
     return False
 
 
-def _unpinned(config: Mapping[str, Any]) -> dict[str, Any]:
+def _unpin(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return a configuration that keeps an offloaded optimizer in pageable memory."""
     zero = dict(config.get("zero_optimization") or {})
     section = {"device": "none", **(zero.get("offload_optimizer") or {}), "pin_memory": False}

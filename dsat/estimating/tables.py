@@ -119,7 +119,7 @@ class LineByLine:
             for slots in settings.slot_counts
             for strategy in self._strategies
         ]
-        self._estimates = [self._by_formula(self._facts, q) for _, q in self._questions]
+        self._estimates = [self._use_formula(self._facts, q) for _, q in self._questions]
         self._simulated = 0
 
     @property
@@ -245,13 +245,13 @@ class LineByLine:
         def saved_bytes(line: Line) -> int:
             config = apply_strategy(self._model.config, line.strategy, line.slots)
             question = Question(config, 1, line.slots)
-            now, less = (self._by_formula(facts, question) for facts in (self._facts, recomputed))
+            now, less = (self._use_formula(facts, question) for facts in (self._facts, recomputed))
             return max(0, now.peak - less.peak)
 
         return edges.nearly_fitting(lines, saved_bytes)
 
     @staticmethod
-    def _by_formula(facts: ModelFacts, question: Question) -> MemoryEstimate:
+    def _use_formula(facts: ModelFacts, question: Question) -> MemoryEstimate:
         return closed_form.estimate(facts, question.config, slots=question.slots, micro_batch=1)
 
 

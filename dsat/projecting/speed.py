@@ -107,11 +107,11 @@ class ProjectedSpeed:
         rest, earlier_s, parts = points, self._physical(points), {}
         scale = seconds / earlier_s
         for name, columns in _PARTS.items():
-            rest = _without(rest, columns)
+            rest = _drop_columns(rest, columns)
             later_s = self._physical(rest)
             parts[name] = scale * (earlier_s - later_s)
             earlier_s = later_s
-        kernels = min(earlier_s, self._physical(_without(rest, _HOST)))
+        kernels = min(earlier_s, self._physical(_drop_columns(rest, _HOST)))
         return {"kernels": scale * kernels, "launches": scale * (earlier_s - kernels), **parts}
 
     def _physical(self, points: Points) -> float:
@@ -119,7 +119,7 @@ class ProjectedSpeed:
         return float(posterior.measured.prior.terms(points).seconds(posterior.theta)[0])
 
 
-def _without(points: Points, columns: Sequence[str]) -> Points:
+def _drop_columns(points: Points, columns: Sequence[str]) -> Points:
     work = points.work.copy()
     work[:, [COLUMNS.index(name) for name in columns]] = 0.0
     return replace(points, work=work)

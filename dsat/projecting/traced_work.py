@@ -155,7 +155,7 @@ def work_of(
         parallelism: how slots share samples, and so the work of the model's kernels.
     """
     gpu, hardware, shared = cluster.gpu, hardware_of(cluster.gpu), parallelism.shared
-    collectives = _at(trace, micro_batch, parallelism)
+    collectives = _scale_batch(trace, micro_batch, parallelism)
     kernels = [
         replace(k, flops=k.flops / shared, bytes=k.bytes / shared) for k in model.at(micro_batch)
     ]
@@ -235,7 +235,7 @@ def _added_bytes(trace: StepTrace, model: ModelTrace, *, last: bool) -> float:
     return max(0.0, trace.bytes_of(MEMORY, _PASSES, last=last) - model_bytes)
 
 
-def _at(trace: StepTrace, micro_batch: int, parallelism: Parallelism) -> list[Collectives]:
+def _scale_batch(trace: StepTrace, micro_batch: int, parallelism: Parallelism) -> list[Collectives]:
     """Return the collectives at another micro batch, which scales those that carry activations."""
     ratio = micro_batch / trace.micro_batch
 

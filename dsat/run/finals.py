@@ -312,7 +312,7 @@ class Finals:
         if len(self._pair) == PAIR:
             self.pairs.append((self._pair[Role.OWN], self._pair[Role.LEADER]))
             self._pair = {}
-        decided = self._decided()
+        decided = self._is_decided()
         # The second pair ends with a run of the baseline, to which this gain refers.
         is_due = self._same_batch_due and (decided or (len(self.pairs) == 2 and not self._pair))
         if is_due and not self.own_failed and self._room:
@@ -348,7 +348,7 @@ class Finals:
     def _drop_pick(self) -> None:
         self.pick, self.pairs, self._pair, self._same_batch = None, [], {}, None
 
-    def _decided(self) -> bool:
+    def _is_decided(self) -> bool:
         """Return whether the finals end: `own_failed`, or a clear result at one of `_LOOKS`."""
         if self.own_failed:
             return True

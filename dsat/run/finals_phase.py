@@ -50,7 +50,7 @@ def begin(
         "same_batch": [
             trial_id
             for trial_id in candidates
-            if _with_own_batch(run, run.trials[trial_id]) is not None
+            if _match_own_batch(run, run.trials[trial_id]) is not None
         ],
     }
 
@@ -78,7 +78,7 @@ def next_trial(run: Run) -> Trial | None:
     if begun.over or run.running:
         return None
     if begun.repeated_id is None:
-        configuration = _with_own_batch(run, run.trials[begun.pick.trial_id])
+        configuration = _match_own_batch(run, run.trials[begun.pick.trial_id])
         assert configuration is not None
         return make_trial(run, TrialKind.FINAL, *configuration)
     trial = run.trials[begun.repeated_id]
@@ -92,7 +92,7 @@ def next_trial(run: Run) -> Trial | None:
     )
 
 
-def _with_own_batch(
+def _match_own_batch(
     run: Run, pick: Trial
 ) -> tuple[dict[str, Any], BatchTriple, dict[str, Any]] | None:
     """Return the configuration to compare at the user's global batch size.

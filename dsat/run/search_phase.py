@@ -44,9 +44,9 @@ class SearchPhase:
         self.forecast = None if basis is None else Forecast(basis, plan, run.profile, space)
         self._costs = TrialCosts(plan, run)
         self._by_digest: dict[str, int] = {}
-        self._indexed = 0  # number of trials in `_by_digest`
+        self._num_indexed = 0  # number of trials in `_by_digest`
         self._observations = _Observations(plan, run, space)
-        self._learned = 0
+        self._num_learned = 0
         self._update_predictions()
         if self.forecast is not None and not self._anything_fits(self.forecast):
             self.forecast = None  # the predictions are wrong, because the model ran
@@ -76,7 +76,7 @@ class SearchPhase:
         """Return the next trial, or why there is none."""
         self._update_predictions()
         for _ in range(_MOST_REPEATED):
-            answer = self._checked(
+            answer = self._check_answer(
                 self._search.propose(self._observations.list_all(), self._context)
             )
             if not isinstance(answer, Proposal):
@@ -88,7 +88,7 @@ class SearchPhase:
                 return trial
         return Stop(f"the search proposed known configurations {_MOST_REPEATED} times in a row")
 
-    def _checked(self, answer: Any) -> Proposal | Wait | Stop:
+    def _check_answer(self, answer: Any) -> Proposal | Wait | Stop:
         """Check a search's answer; return it as a journal would give it back.
 
         Raises:
@@ -134,11 +134,11 @@ class SearchPhase:
         self, overrides: Mapping[str, Any], script_args: Mapping[str, Any]
     ) -> int | None:
         """Return the id of an equal baseline or search trial; None if there is none."""
-        for trial in list(self._run.trials.values())[self._indexed :]:
+        for trial in list(self._run.trials.values())[self._num_indexed :]:
             if trial.kind in SEARCHED and not self._run.batch_flag.supersedes(trial):
                 digest = self._plan.fingerprint(trial.overrides, trial.script_args)
                 self._by_digest.setdefault(digest, trial.id)
-        self._indexed = len(self._run.trials)
+        self._num_indexed = len(self._run.trials)
         return self._by_digest.get(self._plan.fingerprint(overrides, script_args))
 
     def _make(
@@ -163,13 +163,13 @@ class SearchPhase:
     def _update_predictions(self) -> None:
         """Correct the predictions by the trials that ended since the last call."""
         ended = list(self._run.outcomes.items())
-        for trial_id, outcome in ended[self._learned :]:
+        for trial_id, outcome in ended[self._num_learned :]:
             trial = self._run.trials[trial_id]
             if self.forecast is not None:
                 self.forecast.learn(trial.overrides, trial.script_args, outcome)
             if trial.kind is not TrialKind.PROFILE:
                 self._costs.update(trial, outcome)
-        self._learned = len(ended)
+        self._num_learned = len(ended)
 
     def _anything_fits(self, forecast: Forecast) -> bool:
         smallest = self._space.micro_batches[0]

@@ -42,18 +42,18 @@ def searched(plan: Plan) -> tuple[Strategy, ...]:
     """
     strategies = [read_strategy(plan.base_config, stage) for stage in plan.searched_stages]
     if any(section in plan.tune for section in SECTIONS):
-        strategies += [s for s in USUAL_ORDER if _may_use(plan, s) and _offloads_as_asked(plan, s)]
+        strategies += [s for s in USUAL_ORDER if _may_use(plan, s) and _may_offload(plan, s)]
     return tuple(dict.fromkeys(strategies))
 
 
 def fallbacks(plan: Plan) -> tuple[Strategy, ...]:
     """Return the strategies to try in turn if the user's own strategy does not fit."""
-    least = _needed_bytes(plan, read_strategy(plan.base_config))
+    least = _peak_bytes(plan, read_strategy(plan.base_config))
     strategies = []
     for strategy in USUAL_ORDER:
         if not _may_use(plan, strategy):
             continue
-        need = _needed_bytes(plan, strategy)
+        need = _peak_bytes(plan, strategy)
         # NVMe saves host memory, not device memory.
         if need < least or strategy.offload_optimizer == NVME:
             strategies.append(strategy)
@@ -146,7 +146,7 @@ def _may_use(plan: Plan, strategy: Strategy) -> bool:
     )
 
 
-def _offloads_as_asked(plan: Plan, strategy: Strategy) -> bool:
+def _may_offload(plan: Plan, strategy: Strategy) -> bool:
     user_strategy = read_strategy(plan.base_config, strategy.stage)
     return all(
         device in (NONE, user_strategy.offloading[section]) or section in plan.tune
@@ -154,7 +154,7 @@ def _offloads_as_asked(plan: Plan, strategy: Strategy) -> bool:
     )
 
 
-def _needed_bytes(plan: Plan, strategy: Strategy) -> tuple[int, int]:
+def _peak_bytes(plan: Plan, strategy: Strategy) -> tuple[int, int]:
     """Return the predicted peaks of `_SOME_MODEL` in bytes: of all phases, and without `init`."""
     config = plan.config(profile_overrides(plan, strategy, micro_batch=1))
     is_auto = ds_config.data_types(config)[0] is None

@@ -88,16 +88,16 @@ class TrialCosts:
 
     def are_unaffordable(self, step_s: Any) -> Any:
         """Return which trials exceed the time left for the search, or are too long for finals."""
-        longest_s = max(_LONGEST * self._own_s, _LONGEST_S)
+        longest_s = max(_LONGEST * self._baseline_s, _LONGEST_S)
         return self.trial_s(step_s) > min(self.left_s, longest_s)
 
     @property
     def left_s(self) -> float:
         """Seconds left for the search; infinite if the user's own configuration did not run."""
-        return max(_SEARCH * self._own_s, _SEARCH_S) - self._spent_s
+        return max(_SEARCH * self._baseline_s, _SEARCH_S) - self._spent_s
 
     @property
-    def _own_s(self) -> float:
+    def _baseline_s(self) -> float:
         """Duration of the baseline in seconds; infinite if it did not run."""
         outcome = self._run.baseline and self._run.outcomes.get(self._run.baseline.id)
         return outcome.duration_s if outcome and outcome.ok else math.inf

@@ -47,16 +47,16 @@ def make_trial(
         batch_dimensions={} if profile is None else profile.batch_dimensions,
         fed_instead={} if profile is None else profile.fed_instead,
         predicted_bytes=predicted_bytes,
-        to_beat=_to_beat(run) if kind in SEARCHED else {},
+        to_beat=_value_to_beat(run) if kind in SEARCHED else {},
         longest_s=run.longest_s(kind) if kind in _LIMITED else None,
-        own_steps=_own_steps(run),
+        own_steps=_baseline_steps(run),
         batch_flag=run.batch_flag.name,
         accumulation_flag=run.batch_flag.accumulation,
         flag_leads=run.batch_flag.leads,
     )
 
 
-def _own_steps(run: Run) -> StepFacts | None:
+def _baseline_steps(run: Run) -> StepFacts | None:
     """Return the configured and the actual accumulation of the baseline; None if unknown."""
     outcome = None if run.baseline is None else run.outcomes.get(run.baseline.id)
     curve = None if outcome is None else outcome.training
@@ -64,7 +64,7 @@ def _own_steps(run: Run) -> StepFacts | None:
     return None if facts is None else StepFacts(facts.gas, facts.micro_steps)
 
 
-def _to_beat(run: Run) -> dict[str, float]:
+def _value_to_beat(run: Run) -> dict[str, float]:
     metric, value = run.plan.metric, run.value(run.leader or run.baseline)
     return {} if value is None or not METRICS[metric].has_interval else {metric: value}
 

@@ -54,7 +54,7 @@ class Tuner:
         clock: Callable[[], float] = time.monotonic,
         last_event_s: float | None = None,
     ) -> None:
-        self.plan = _continued(plan, journal.events)
+        self.plan = _update_plan(plan, journal.events)
         self.decisions = Decisions(self.plan)
         self._journal = journal
         self._earlier = earlier
@@ -160,7 +160,7 @@ def difference_to(plan: Plan, earlier: Plan) -> str | None:
     return compared.difference(replace(earlier, search_options=options))
 
 
-def _continued(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
+def _update_plan(plan: Plan, events: Sequence[Mapping[str, Any]]) -> Plan:
     """Return the plan in a journal, with the budget, finals and faulty stages of the new plan.
 
     Raises:

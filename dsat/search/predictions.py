@@ -65,7 +65,7 @@ class Predictions:
     Attributes:
         histories: past and running trials of each combination of settings.
         count: number of measurements.
-        measured: settings of the measurements that are fitted; see `_to_fit`.
+        measured: settings of the measurements that are fitted; see `_select_fitted`.
         measured_points: the fitted configurations as `Points`, as if each had run alone.
         running: running trials as `Points`.
         lacking: pairs of micro batch and accumulation steps that need more samples than there are,
@@ -81,7 +81,7 @@ class Predictions:
         ended, measured, running = [], [], []
         values, errors, latencies_s = [], [], []
         located = [o for o in observations if o.point is not None]
-        keys = _keys_of(located)
+        keys = _list_keys(located)
         octaves = configurations.octaves(keys, [o.batch.micro_batch for o in located])
         for observation, key, octave in zip(located, keys, octaves.tolist(), strict=True):
             history, outcome = self.histories[key], observation.outcome
@@ -105,10 +105,10 @@ class Predictions:
                 errors.append(outcome.metrics.standard_error)
                 latencies_s.append(outcome.metrics.latency / 1000)
         self.count = len(measured)
-        fitted = _to_fit(np.array(values))
+        fitted = _select_fitted(np.array(values))
         measured = [measured[position] for position in fitted]
         log_values, fitted_errors, steps_s = np.array([values, errors, latencies_s])[:, fitted]
-        self.measured = _keys_of(measured)
+        self.measured = _list_keys(measured)
         self.running, points = _locate(configurations, running), _locate(configurations, measured)
         log_s = configurations.log_work(points) - log_values
         self.speed = fit_speed(configurations.prior, points, log_s, fitted_errors)
@@ -194,21 +194,21 @@ class Predictions:
         return log_runs
 
 
-def _to_fit(values: Array) -> Array:
+def _select_fitted(values: Array) -> Array:
     """Return the positions of the measurements to fit: the latest, and the best earlier ones."""
     earlier = max(0, len(values) - _MOST_FITTED // 2)
     best = np.argsort(values[:earlier])[-_MOST_FITTED // 2 :]
     return np.append(np.sort(best), np.arange(earlier, len(values)))
 
 
-def _keys_of(trials: Sequence[Observation]) -> list[Key]:
+def _list_keys(trials: Sequence[Observation]) -> list[Key]:
     return [(trial.point.branch, trial.point.index) for trial in trials if trial.point is not None]
 
 
 def _locate(configurations: Configurations, trials: Sequence[Observation]) -> Points:
     """Return trials as `Points`: the settings of their points, but their actual batch sizes."""
     return configurations.points(
-        _keys_of(trials),
+        _list_keys(trials),
         np.array([trial.batch.micro_batch for trial in trials], float),
         np.array([trial.batch.gas for trial in trials], float),
         np.array([trial.neighbours == 0 for trial in trials], bool),

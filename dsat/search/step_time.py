@@ -224,7 +224,7 @@ def work(job: Job, strategy: Strategy, settings: Mapping[str, Any]) -> Array:
     get = zero.get
     gradient_bytes = float(job.param_bytes * job.trainable)
     columns["forward"], columns["launches"] = 1 / 3, 1.0
-    columns["flops"] = job.flops_per_sample * _recomputed(get(CHECKPOINTING))
+    columns["flops"] = job.flops_per_sample * _flops_factor(get(CHECKPOINTING))
     # Both passes together multiply and add three times for each parameter and row.
     columns["rows"] = max(1.0, job.flops_per_sample / (6 * max(1.0, job.params)))
     columns["weights"] = 4.0 * job.param_bytes * job.params
@@ -260,7 +260,7 @@ def acts_on_whole_step(setting: str) -> bool:
     return is_switch(setting) and setting != CHECKPOINTING
 
 
-def _recomputed(checkpointing: Any) -> float:
+def _flops_factor(checkpointing: Any) -> float:
     """Return the factor on FLOPs if all, half or none of the forward pass is recomputed."""
     if checkpointing == EVERY_SECOND:
         return 7 / 6

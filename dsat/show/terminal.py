@@ -180,7 +180,7 @@ def _describe_outcome(run: Run, view: TrialView, outcome: Outcome) -> list[Part]
     parts: list[Part] = [as_text(f"took {fmt.duration(outcome.duration_s)}")]
     parts += [as_text(f"warning: {text}") for text in outcome.warnings]
     if outcome.metrics is not None:
-        parts.append(Table(("measured", "value"), _measured(outcome.metrics)))
+        parts.append(Table(("measured", "value"), _metric_rows(outcome.metrics)))
     if changes := _changes(run, view.trial):
         parts.append(as_text("settings that differ from your configuration:"))
         parts.append(Table(("setting", "yours", "here"), changes))
@@ -209,7 +209,7 @@ def _describe_memory(memory: MemoryUse) -> Iterator[Part]:
         yield Table(("phase", *columns), rows)
 
 
-def _measured(metrics: Metrics) -> list[tuple[str, str]]:
+def _metric_rows(metrics: Metrics) -> list[tuple[str, str]]:
     cells = [
         (name.replace("_", " "), fmt.metric(name, metrics.value(name)))
         for name in METRIC_NAMES
@@ -260,12 +260,12 @@ def _caveats(views: Views) -> list[str]:
         "They optimised different metrics: their best values cannot be compared.": {
             plan.metric for plan in plans
         },
-        "They ran on different machines.": _recorded(views, "machine"),
-        "They ran with different software.": _recorded(views, "software"),
+        "They ran on different machines.": _distinct(views, "machine"),
+        "They ran with different software.": _distinct(views, "software"),
         "They ran different commands, or one command with different arguments.": {
             plan.measured["program"] for plan in plans if "program" in plan.measured
         },
-        "They ran different scripts, or the script changed.": _recorded(views, "script_digest"),
+        "They ran different scripts, or the script changed.": _distinct(views, "script_digest"),
         "Their trials had different numbers of devices.": {plan.slots_per_trial for plan in plans},
         "They started from different configurations.": {
             repr(sorted(flat(plan.base_config).items())) for plan in plans
@@ -274,6 +274,6 @@ def _caveats(views: Views) -> list[str]:
     return [text for text, values in differing.items() if len(values) > 1]
 
 
-def _recorded(views: Views, key: str) -> set[str]:
+def _distinct(views: Views, key: str) -> set[str]:
     """Return the distinct recorded values of a key; runs of earlier versions may lack it."""
     return {str(view.info[key]) for view in views.values() if view.info.get(key)}

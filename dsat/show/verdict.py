@@ -316,7 +316,7 @@ def _batch_advice(run: Run, best: Trial) -> list[str]:
     baseline, size = run.baseline, run.plan.own_batch.train_batch_size
     if baseline is None or best.batch.train_batch_size == size:
         return []
-    steps, gained = _steps_per_epoch(run, baseline, best), _at_own_batch(run, baseline, best)
+    steps, gained = _steps_per_epoch(run, baseline, best), _describe_own_batch(run, baseline, best)
     keep = "To keep this batch, use --train-batch-size own."
     return [f"Batch: at your global batch of {size}, {gained}. {keep}{steps}"]
 
@@ -333,7 +333,7 @@ def _steps_per_epoch(run: Run, baseline: Trial, best: Trial) -> str:
     return f" Steps per epoch: {before} -> {after}."
 
 
-def _at_own_batch(run: Run, baseline: Trial, best: Trial) -> str:
+def _describe_own_batch(run: Run, baseline: Trial, best: Trial) -> str:
     finals, size = run.finals, run.plan.own_batch.train_batch_size
     if finals is not None and finals.over:
         same_batch, trial = finals.same_batch_gain, run.same_batch_final

@@ -212,7 +212,7 @@ def searched_switches(
     first = {**{name: listed[0] for name, listed in values.items()}, **freedom.switches}
     for name, listed in freedom.listed_switches.items():
         if name in first:
-            listed = _with_first(first[name], [value for value in listed if value is not None])
+            listed = _put_first(first[name], [value for value in listed if value is not None])
         values[name] = listed
     return {name: v for name, v in values.items() if _is_switch_searched(name, v, freedom)}
 
@@ -238,10 +238,10 @@ def _branch(strategy: Strategy, space: Space) -> Branch:
         values = tuple(freedom.choices.get(setting.key, ()))
         if not values:
             values = _useful_values(setting, situation, space)
-            values = _with_first(_own_value(setting, config), values)
+            values = _put_first(_user_value(setting, config), values)
         if len(values) > 1 or not setting.divides_slots:
             searched.append((setting.key, values))
-    searched = _with_parallelism(searched, space)
+    searched = _merge_parallelism(searched, space)
     names = {setting.key for setting in SETTINGS}
     for key, listed in freedom.choices.items():
         has_it = key == GAS or strategy.stage >= (3 if key == "offload_param" else 1)
@@ -274,7 +274,7 @@ def _matters(name: str, situation: Situation, freedom: Freedom) -> bool:
     return (situation.on_device or not switch.on_device) and (offloads or not switch.offloading)
 
 
-def _with_parallelism(
+def _merge_parallelism(
     settings: Sequence[tuple[str, tuple[Any, ...]]], space: Space
 ) -> list[tuple[str, tuple[Any, ...]]]:
     """Return the settings with only those parallelism sizes that divide the devices and the batch.
@@ -330,7 +330,7 @@ def _makes_cpu_adam(config: Mapping[str, Any]) -> bool:
     return kind in ("adam", "adamw") and not parameters.get("torch_adam", False)
 
 
-def _own_value(setting: Setting, config: Mapping[str, Any]) -> Any:
+def _user_value(setting: Setting, config: Mapping[str, Any]) -> Any:
     """Return the user's own value of a setting; None if it is missing or "auto"."""
     user_value = ds_config.at(config, setting.path)
     first = setting.values[0]
@@ -339,7 +339,7 @@ def _own_value(setting: Setting, config: Mapping[str, Any]) -> Any:
     return None if user_value == ds_config.AUTO else user_value
 
 
-def _with_first(first: Any, values: Sequence[Any]) -> tuple[Any, ...]:
+def _put_first(first: Any, values: Sequence[Any]) -> tuple[Any, ...]:
     if first is None:
         return tuple(values)
     return (first, *(value for value in values if value != first))
@@ -350,16 +350,16 @@ def _useful_values(setting: Setting, situation: Situation, space: Space) -> tupl
 
     If the default bucket exceeds `roomy_bucket`, a smaller one comes first.
     """
-    values = _with_first(space.freedom.defaults.get(setting.path), setting.usable(situation))
+    values = _put_first(space.freedom.defaults.get(setting.path), setting.usable(situation))
     num_params, roomy_bucket = space.num_params, space.roomy_bucket
     if num_params is not None and setting.elements:
         whole = min((value for value in values if value >= num_params), default=None)
         if whole is not None and values[0] >= num_params:  # equivalent to the default
-            values = _with_first(whole, values)
+            values = _put_first(whole, values)
         values = tuple(value for value in values if value < num_params or value == whole)
     if setting.values is BUCKETS and roomy_bucket is not None and values[0] > roomy_bucket:
         roomy = [value for value in values if value <= roomy_bucket]
-        values = _with_first(max(roomy) if roomy else min(values), values)
+        values = _put_first(max(roomy) if roomy else min(values), values)
     return values
 
 

@@ -105,10 +105,10 @@ def _find_run(folder: Path | None, name: str, plan: Plan | None) -> Path:
             hint="Go to where the search was started, or name the run's folder with --run-dir.",
         )
     paths = sorted(runs, key=past_runs.changed_s, reverse=True)
-    return next((path for path in paths if plan is not None and _is_of(plan, runs[path])), paths[0])
+    return next((path for path in paths if plan is not None and _fits(plan, runs[path])), paths[0])
 
 
-def _is_of(plan: Plan, run: Run) -> bool:
+def _fits(plan: Plan, run: Run) -> bool:
     return run.has_begun and difference_to(plan, run.plan) is None
 
 
@@ -183,7 +183,7 @@ def earlier_runs(folder: Path, run: Run, plan: Plan, info: Mapping[str, Any]) ->
     script or software changed. The next journal then reuses the trials that are still valid.
     """
     journal = folder / FILE_NAME
-    if _is_of(plan, run):
+    if _fits(plan, run):
         changed = history.difference(run, plan, info)
         if changed is not None and not _is_over(run, plan):
             _set_aside(journal, _existing(folder, *_RESULTS))

@@ -67,7 +67,7 @@ def make_command(ready: Prepared, run: Run, config: Path) -> str | None:
     slots, needs_task = ready.plan.slots_per_trial, "determined" in str(ready.experiment.entrypoint)
     if best is None or slots > ready.machine.num_slots or needs_task:
         return None
-    rewriting = None if _needs_dsat(ready, run, best) else _own_form(ready, run, best, config)
+    rewriting = None if _needs_dsat(ready, run, best) else _rewrite(ready, run, best, config)
     if rewriting is None:
         return None
     limited = ready.plan.slot_memory_bytes is not None
@@ -85,13 +85,13 @@ def write_own_files(ready: Prepared, run: Run, folder: Path) -> None:
     if run.best is None:
         return
     config, copies = folder / summary.BEST_CONFIG_FILE, folder / own_files.COPIES_FOLDER
-    rewriting = _own_form(ready.after(run), run, run.best, config)
+    rewriting = _rewrite(ready.after(run), run, run.best, config)
     for name, text in (rewriting.copies if rewriting else {}).items():
         copies.mkdir(mode=PRIVATE_FOLDER, exist_ok=True)
         write_atomically(copies / name, text)
 
 
-def _own_form(ready: Prepared, run: Run, best: Trial, path: Path) -> Rewriting | None:
+def _rewrite(ready: Prepared, run: Run, best: Trial, path: Path) -> Rewriting | None:
     """Return the command with copies of the user's files; None if it takes no configuration."""
     program, config = ready.program, run.plan.config(best.overrides)
     words = _base_words(ready, best, config, path)
@@ -103,7 +103,7 @@ def _own_form(ready: Prepared, run: Run, best: Trial, path: Path) -> Rewriting |
         switches.fields(best.script_args),
         in_arguments=program.config_path is not None,
         by_accelerate=program.config_path is None and accelerate_env.uses_deepspeed(program.env),
-        variables={**ready.experiment.env, **_own_command(program)[0]},
+        variables={**ready.experiment.env, **_split_command(program)[0]},
     )
     return own_files.rewrite_command(words, _started_in(program), answer)
 
@@ -123,7 +123,7 @@ def _base_words(
     args, program = tuned.args, replace(program, launch=tuned.launch)
     if not runs_own_command(program, ready.plan.slots_per_trial):
         return [*_launcher(ready, program, config), *_script(program), *args]
-    _, command = _own_command(program)
+    _, command = _split_command(program)
     if not _ends_with(command, program.args):
         return command if _form_of(program) else None
     command = command[: len(command) - len(program.args)]
@@ -202,7 +202,7 @@ def _script(program: Entrypoint) -> list[str]:
     return ["--module", program.module] if program.module else [program.script]
 
 
-def _own_command(program: Entrypoint) -> tuple[dict[str, str], list[str]]:
+def _split_command(program: Entrypoint) -> tuple[dict[str, str], list[str]]:
     """Return the variables in front of the user's command, and its other words."""
     command = list(program.started_by)
     words = command[1:] if command[:1] == ["env"] else []
@@ -212,7 +212,7 @@ def _own_command(program: Entrypoint) -> tuple[dict[str, str], list[str]]:
 
 def _form_of(program: Entrypoint) -> Form | None:
     """Return the kind of the user's file that sets batch sizes; None without one."""
-    return own_files.form_of_training(_own_command(program)[1], _started_in(program))
+    return own_files.form_of_training(_split_command(program)[1], _started_in(program))
 
 
 def runs_own_command(program: Entrypoint, slots: int) -> bool:
@@ -222,7 +222,7 @@ def runs_own_command(program: Entrypoint, slots: int) -> bool:
     each trial runs it again. It is also printed if it starts all ranks, takes arguments at its end
     or from a file, and is more than `python` with the script.
     """
-    _, command = _own_command(program)
+    _, command = _split_command(program)
     if program.needs_command not in ("", FAILED_BY_THEMSELVES):
         return True
     if command and Path(command[0]).name.startswith("python"):
@@ -270,7 +270,7 @@ def _variables(ready: Prepared, best: Trial, config: Mapping[str, Any]) -> list[
     """Return shell assignments of variables that trials have and this shell may lack."""
     machine, program, slots = ready.machine, ready.program, ready.plan.slots_per_trial
     env = {**os.environ, **ready.experiment.env, **program.env}
-    command_env = _own_command(program)[0] if runs_own_command(program, slots) else program.env
+    command_env = _split_command(program)[0] if runs_own_command(program, slots) else program.env
     parallelism = accelerate_env.make_parallelism_variables(env, config, slots)
     variables = {**ready.experiment.env, **command_env, **parallelism}
     if not machine.is_cpu and program.needs_command:  # on a CPU see `reproduce_conditions`
