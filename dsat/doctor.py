@@ -112,9 +112,9 @@ def _packages() -> Iterator[Finding]:
         elif name == "deepspeed":
             yield _deepspeed(installed)
     frameworks = {name: packages.version(name) for name in _FRAMEWORKS}
-    texts = ", ".join(f"{name} {v}" for name, v in frameworks.items() if v is not None)
+    text = ", ".join(f"{name} {v}" for name, v in frameworks.items() if v is not None)
     yield Finding(
-        "frameworks", texts or "none that dsat knows (a plain DeepSpeed script needs none)"
+        "frameworks", text or "none that dsat knows (a plain DeepSpeed script needs none)"
     )
 
 
@@ -171,10 +171,10 @@ def _operators_without_nvcc() -> list[str]:
     """Return DeepSpeed's optimizers that need nvcc, because installation did not compile them."""
     built = _read_module("deepspeed", "git_version_info_installed.py").get("installed_ops", {})
     # DeepSpeed 0.19.8 has no such file: it compiles CPUAdam with a C++ compiler alone.
-    compiled = {"fused_adam": "FusedAdam"}
+    operators = {"fused_adam": "FusedAdam"}
     if _file_of("deepspeed", "ops/op_builder/cpu_adam.py").exists():
-        compiled["cpu_adam"] = "CPUAdam, for offloading"
-    return [name for key, name in compiled.items() if not built.get(key)]
+        operators["cpu_adam"] = "CPUAdam, for offloading"
+    return [name for key, name in operators.items() if not built.get(key)]
 
 
 def _cuda_of_torch() -> str:
@@ -223,7 +223,7 @@ def _place(cluster: str | None) -> Finding:
     place_name = "this machine" if place == "local" else f"--engine {place}"
     if cluster is None:
         return Finding("trials run on", place_name)
-    places_named = f"{place_name} for a command; the cluster at {cluster} for an experiment file"
+    description = f"{place_name} for a command; the cluster at {cluster} for an experiment file"
     try:  # determined's default ports (common/api/_util.py)
         parts = urlsplit(cluster if "://" in cluster else f"http://{cluster}")
         port = parts.port or (443 if parts.scheme == "https" else 8080)
@@ -231,8 +231,8 @@ def _place(cluster: str | None) -> Finding:
     except (OSError, ValueError) as error:  # ValueError: malformed address
         problem = f"the cluster cannot be reached: {error}"
         remedy = "correct DET_MASTER or `det user login`, or add --engine local"
-        return Finding("trials run on", places_named, WARNING, problem, remedy)
-    return Finding("trials run on", places_named)
+        return Finding("trials run on", description, WARNING, problem, remedy)
+    return Finding("trials run on", description)
 
 
 def worst(findings: list[Finding]) -> str:

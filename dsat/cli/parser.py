@@ -235,8 +235,8 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
     summaries = {**listed, **methods}
     for name in [only] if only in summaries else summaries:
         summary = summaries[name]
-        texts: dict[str, Any] = {"help": summary} if name in listed else {}
-        command = commands.add_parser(name, description=summary, allow_abbrev=False, **texts)
+        extra: dict[str, Any] = {"help": summary} if name in listed else {}
+        command = commands.add_parser(name, description=summary, allow_abbrev=False, **extra)
         _add_arguments(command, name)
     return parser
 
@@ -282,10 +282,10 @@ def _add(parser: argparse._ActionsContainer, options: Iterable[Option]) -> None:
                 "action": "extend" if option.many else _StoreOnce if option.once else "store",
                 "metavar": option.placeholder,
             }
-        texts: dict[str, Any] = {"help": option.help_text}
+        extra: dict[str, Any] = {"help": option.help_text}
         if option.choices is not None:
-            texts["choices"] = option.choices
-        parser.add_argument(*option.flags, **{**attributes, **texts})
+            extra["choices"] = option.choices
+        parser.add_argument(*option.flags, **{**attributes, **extra})
         if option.old:
             parser.add_argument(*option.old, **{**attributes, "help": argparse.SUPPRESS})
 

@@ -135,8 +135,8 @@ class ProfilePhase:
         fallback_failed = failed and self._is_fallback and not is_repeated
         if (outcome.kind.is_out_of_memory or fallback_failed) and self._fallbacks:
             strategy = self._fallbacks.pop(0)
-            slower = [s for s in self._fallbacks if s.offload_optimizer != NVME]
-            self._strategies, self._is_fallback = [strategy, *slower], True
+            rest = [s for s in self._fallbacks if s.offload_optimizer != NVME]
+            self._strategies, self._is_fallback = [strategy, *rest], True
             self._begin_again()
         elif outcome.kind.is_out_of_memory and len(self._divisions) > 1:
             self._divisions.pop(0)

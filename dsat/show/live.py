@@ -59,8 +59,8 @@ class LiveView(Observer):
         """Show an incomplete table on a terminal; it disappears at the end."""
         if self._live is not None:
             self._live.transient = True
-            rows = terminal.rich_table(table, self._console.width)
-            self._live.update(Group(terminal.as_text(heading), rows), refresh=True)
+            rich = terminal.rich_table(table, self._console.width)
+            self._live.update(Group(terminal.as_text(heading), rich), refresh=True)
 
     def waited(self, run: Run) -> None:
         if self._live is None or not run.has_begun:

@@ -143,9 +143,9 @@ def _prepare(
     # The command runs before the devices are inspected, so that its errors show at once.
     # It runs in a resumed run too, to see how ranks start and what the script sets for `auto`.
     is_recorded = not settings.dry_run and engine == "local" and source.can_run_first()
-    busy: dict[str, str] = {}
+    usage: dict[str, str] = {}
     if is_recorded and not settings.resume:
-        busy = accelerators.variables_of_memory_in_use()  # by other processes than the command
+        usage = accelerators.variables_of_memory_in_use()  # by other processes than the command
         _log.info("running your command as it is: %s", redacted_command(settings.command))
         first = source.first_run(settings.trial_options(), settings.slots)
         acquired.callback(first.close)
@@ -157,7 +157,7 @@ def _prepare(
     _check_packages(settings, source)
     defaults = installed_deepspeed.check(source.experiment, source.program)
     with slow.logged(_log, "inspecting the accelerators"):
-        place = hosts_of.acquire_hosts(engine, source.program, settings.place_options, busy)
+        place = hosts_of.acquire_hosts(engine, source.program, settings.place_options, usage)
         hosts = acquired.enter_context(place)
     source, hosts, slots = _choose_slots(settings, source, hosts)
     program, experiment, machine = source.program, source.experiment, hosts[0].machine
