@@ -128,44 +128,44 @@ def attention(
     )
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
-    found: torch.Tensor
+    output: torch.Tensor
     if kernel is Kernel.MATH:
-        found, _ = aten._scaled_dot_product_attention_math(
+        output, _ = aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        return found
+        return output
     if kernel is Kernel.EFFICIENT:
         bias = _bias(attn_mask, query, key)
-        found, *_ = aten._scaled_dot_product_efficient_attention(
+        output, *_ = aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, True, dropout_p, is_causal, scale=scale
         )
-        return found
+        return output
     if query.device.type == "cpu":
         if enable_gqa:
             groups = query.size(1) // key.size(1)
             key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
-        found, _ = aten._scaled_dot_product_flash_attention_for_cpu(
+        output, _ = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )
-        return found
+        return output
     size = query.size(-1)
-    missing = -size % _FLASH_ALIGNMENT
-    if missing:
+    padding = -size % _FLASH_ALIGNMENT
+    if padding:
         scale = size**-0.5 if scale is None else scale
-        query, key, value = (functional.pad(t, (0, missing)) for t in (query, key, value))
-    found, *_ = aten._scaled_dot_product_flash_attention(
+        query, key, value = (functional.pad(t, (0, padding)) for t in (query, key, value))
+    output, *_ = aten._scaled_dot_product_flash_attention(
         query, key, value, dropout_p, is_causal, False, scale=scale
     )
-    return found[..., :size] if missing else found
+    return output[..., :size] if padding else output
 
 
 def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
     """Return the mask, padded and expanded as the memory-efficient kernel requires."""
     if mask is None:
         return None
-    missing = -mask.size(-1) % _MASK_ALIGNMENT
-    if missing and mask.size(-1) > 1:
-        mask = functional.pad(mask, (0, missing))[..., :-missing]
+    padding = -mask.size(-1) % _MASK_ALIGNMENT
+    if padding and mask.size(-1) > 1:
+        mask = functional.pad(mask, (0, padding))[..., :-padding]
     return mask.expand(*query.shape[:-1], key.size(-2))
 
 

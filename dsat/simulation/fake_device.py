@@ -88,11 +88,11 @@ class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
         if trace is None:
             yield
             return
-        before, trace.overlaps = trace.overlaps, stream is not self._stream
+        previous, trace.overlaps = trace.overlaps, stream is not self._stream
         try:
             yield
         finally:
-            trace.overlaps = before
+            trace.overlaps = previous
 
     def current_stream(self, device_index: int | None = None) -> Any:
         return self._stream

@@ -61,8 +61,8 @@ class FunctionRules(TorchFunctionMode):
     def adopted(self, value: Any) -> Any:
         """Return arguments with fake tensors and the simulation's device in place of CUDA."""
         if isinstance(value, torch.Tensor):
-            own = isinstance(value, FakeTensor) and not is_scripts(value)
-            return value if own else self._adopt(value)
+            is_simulated = isinstance(value, FakeTensor) and not is_scripts(value)
+            return value if is_simulated else self._adopt(value)
         if type(value) is int:
             return self.numbers.get(value, value)
         if isinstance(value, slice):

@@ -103,10 +103,10 @@ class SimulationServer:
         from dsat.simulation import borrowed_model
 
         bound = inspect.signature(initialize).bind(*args, **kwargs)
-        passed = config_injection.trained_config(bound.arguments)
-        if passed is None or self._was_used:
+        config = config_injection.trained_config(bound.arguments)
+        if config is None or self._was_used:
             return initialize(*args, **kwargs)
-        model = borrowed_model.BorrowedModel(initialize, bound.arguments, passed.content)
+        model = borrowed_model.BorrowedModel(initialize, bound.arguments, config.content)
         model.uses_zero_init = self._fakes.partitions_in_stage_3(bound.arguments["model"])
         result = model.engine_for_the_script()
         model.on_first_training_forward(functools.partial(self._serve, model))
@@ -130,8 +130,8 @@ class SimulationServer:
         capacity = len(host_limits.usable_cores())
         while True:
             self._report_deaths(running)
-            waiting = sorted(self._folder.glob(protocol.QUESTIONS))
-            received = map(protocol.receive, waiting if len(running) < capacity else [])
+            questions = sorted(self._folder.glob(protocol.QUESTIONS))
+            received = map(protocol.receive, questions if len(running) < capacity else [])
             candidate = next(filter(None, received), None)
             if candidate is None:
                 if not self._folder.exists():  # the client has ended

@@ -102,11 +102,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextlib.contextmanager
     def placing(self, place: str) -> Iterator[None]:
         """Count storages that are allocated in this context as one kind of memory."""
-        self._forced, before = place, self._forced
+        self._forced, previous = place, self._forced
         try:
             yield
         finally:
-            self._forced = before
+            self._forced = previous
 
     def is_parked(self, tensor: torch.Tensor) -> bool:
         """Return True if a tensor of the device counts as memory of the host."""
