@@ -92,8 +92,8 @@ def _use_switches(hparams: Mapping[str, Any]) -> None:
     adapters.install()
     if TRIAL.phase is Phase.INERT:
         TRIAL.phase = Phase.TRAINING
-    wanted = hparams.get(DSAT_SWITCHES_KEY) or {}
-    variables = switches.variables(wanted)
+    targets = hparams.get(DSAT_SWITCHES_KEY) or {}
+    variables = switches.variables(targets)
     late = [name for name in variables if name.startswith("CUDA_")]
     if late and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise InvalidTrial(
@@ -102,7 +102,7 @@ def _use_switches(hparams: Mapping[str, Any]) -> None:
         )
     os.environ.update(variables)
     on_cpu = get_accelerator().device_name() == "cpu"
-    scripts = ScriptSwitches(wanted, hparams.get(OVERWRITE_KEY) or {}, on_cpu=on_cpu)
+    scripts = ScriptSwitches(targets, hparams.get(OVERWRITE_KEY) or {}, on_cpu=on_cpu)
     TRIAL.calls.before_engine.append(scripts.before_engine)
     TRIAL.calls.after_engine.append(scripts.after_engine)
     TRIAL.trainer = TrainerSettings(None, None, scripts)
@@ -131,12 +131,12 @@ class Task:
     # -- outcomes
 
     def measured(self) -> Outcome | None:
-        found = self.meter.outcome
-        return None if found is None else self._add_facts(found)
+        outcome = self.meter.outcome
+        return None if outcome is None else self._add_facts(outcome)
 
     def failed(self, error: BaseException) -> Outcome:
-        found = self._add_facts(failures.outcome(error))
-        return replace(found, message=f"rank {rank_and_size()[0]}: {found.message}")
+        outcome = self._add_facts(failures.outcome(error))
+        return replace(outcome, message=f"rank {rank_and_size()[0]}: {outcome.message}")
 
     def ended(self) -> Outcome:
         """Return the measurement of a script that ended, or the reason why there is none."""
@@ -219,16 +219,16 @@ def numbers(outcome: Outcome, *, measures: bool = True) -> dict[str, float]:
     If a trial that only profiles reported the searched metric, the master would rank it.
     """
     part = outcome.metrics if measures else outcome.profile
-    found: dict[str, Any] = {} if part is None else part.to_json()
-    return {name: value for name, value in found.items() if isinstance(value, int | float)}
+    fields: dict[str, Any] = {} if part is None else part.to_json()
+    return {name: value for name, value in fields.items() if isinstance(value, int | float)}
 
 
 def log_line(outcome: Outcome, *, run: str, ended: bool) -> bytes:
     """Format an outcome as one line of a log, without step times and with a shortened detail."""
     detail = outcome.detail[-_LONGEST_LINE_BYTES:]
     while True:
-        short = replace(outcome, detail=detail, step_ms=())
-        data = {**short.to_json(), "run": run, "ended": ended}
+        excerpt = replace(outcome, detail=detail, step_ms=())
+        data = {**excerpt.to_json(), "run": run, "ended": ended}
         line = f"{LOG_MARK}{json.dumps(data, separators=(',', ':'))}\n".encode()
         if len(line) <= _LONGEST_LINE_BYTES or not detail:
             return line

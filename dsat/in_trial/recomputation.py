@@ -23,19 +23,19 @@ _SUPPORTED = ("supports_gradient_checkpointing", "_supports_gradient_checkpointi
 _IS_ON = ("is_activation_checkpointing", "is_gradient_checkpointing")
 
 
-def switch(model: Any, wanted: bool | str) -> bool:
+def switch(model: Any, value: bool | str) -> bool:
     """Turn activation checkpointing on or off; return False if the model has no method for it."""
-    inside: set[int] = set()
-    for module, (enable, disable, off) in _switchable(model):
-        if id(module) in inside:  # set together with the module that contains it
+    part_ids: set[int] = set()
+    for module, (enable, disable, off_args) in _switchable(model):
+        if id(module) in part_ids:  # set together with the module that contains it
             continue
-        inside.update(id(part) for part in module.modules())
-        if wanted is False:
-            getattr(module, disable)(**off)
+        part_ids.update(id(part) for part in module.modules())
+        if value is False:
+            getattr(module, disable)(**off_args)
         else:
-            getattr(module, enable)(**_options(enable, wanted))
+            getattr(module, enable)(**_options(enable, value))
             _keep_gradients_flowing(module)
-    return bool(inside)
+    return bool(part_ids)
 
 
 def is_on(model: Any) -> bool | None:
@@ -46,10 +46,10 @@ def is_on(model: Any) -> bool | None:
     return None
 
 
-def _options(enable: str, wanted: bool | str) -> dict[str, Any]:
-    if isinstance(wanted, bool):
+def _options(enable: str, value: bool | str) -> dict[str, Any]:
+    if isinstance(value, bool):
         return {}
-    options = checkpointing(wanted)
+    options = checkpointing(value)
     if "use_reentrant" in options:
         return {f"{enable.removesuffix('_enable')}_kwargs": options}
     return options

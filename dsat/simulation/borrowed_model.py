@@ -188,7 +188,7 @@ class BorrowedModel:
         """
         candidate = Question(**{name: request[name] for name in Question._fields})
         if candidate.switches:
-            switch = functools.partial(script_switches.switch_model, wanted=candidate.switches)
+            switch = functools.partial(script_switches.switch_model, targets=candidate.switches)
             self._snapshot.change(switch)
         captured = self._captured
         config = select_memory_settings(ds_config.fill_in_auto(candidate.config, self._config))

@@ -116,8 +116,8 @@ def adapt_models() -> None:
 
 def owner_of(adapter: Adapter, module: ModuleType) -> tuple[Any, str]:
     """Return the module or class that holds a function, None if absent, and the function's name."""
-    above, _, name = adapter.attribute.rpartition(".")
-    return (getattr(module, above, None) if above else module), name
+    class_name, _, name = adapter.attribute.rpartition(".")
+    return (getattr(module, class_name, None) if class_name else module), name
 
 
 def _adapt_pathlib(name: str, original: Any, adapted: Any) -> None:
