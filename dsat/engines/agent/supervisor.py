@@ -185,11 +185,11 @@ class Supervisor:
             if group is not None:
                 self._end(group, request["grace_s"])
         elif op == "look":
-            found = {
+            answer = {
                 "digests": [digest(Path(file)) for file in request["files"]],
                 "is_folder": Path(request["folder"]).is_dir(),
             }
-            self._answer({"event": "look", **found, "pid": os.getpid()})
+            self._answer({"event": "look", **answer, "pid": os.getpid()})
         elif op == "ping":
             self._answer({"event": "pong"})
 
@@ -295,11 +295,13 @@ class Supervisor:
 
 def _descendants(pids: Iterable[int], *, recursive: bool = True) -> set[int]:
     """Return descendants of processes, in any process group; only children unless `recursive`."""
-    found: set[int] = set()
+    descendants: set[int] = set()
     for pid in pids:
         with contextlib.suppress(psutil.Error):
-            found |= {child.pid for child in psutil.Process(pid).children(recursive=recursive)}
-    return found
+            descendants |= {
+                child.pid for child in psutil.Process(pid).children(recursive=recursive)
+            }
+    return descendants
 
 
 def _started_by(pid: int, folder: str) -> bool:
@@ -328,15 +330,15 @@ def _kill_until_gone(find: Callable[[], set[int]], until: float = math.inf) -> N
     repeatedly, because some processes become orphans only when others end.
     """
     tracked_until = min(until, time.monotonic() + _TRACKED_WITHIN_S)
-    deadline, left = time.monotonic() + _GONE_WITHIN_S, set[int]()
-    while left := {pid for pid in left | find() if not _is_gone(pid)}:
+    deadline, pids = time.monotonic() + _GONE_WITHIN_S, set[int]()
+    while pids := {pid for pid in pids | find() if not _is_gone(pid)}:
         now = time.monotonic()
-        others = {pid for pid in left if now >= tracked_until or not _is_tracker(pid)}
-        if not others:
+        targets = {pid for pid in pids if now >= tracked_until or not _is_tracker(pid)}
+        if not targets:
             deadline = now + _GONE_WITHIN_S
         elif now >= deadline:
             return
-        leftovers.kill_all(others)
+        leftovers.kill_all(targets)
         time.sleep(0.005)
 
 
