@@ -86,16 +86,16 @@ def decode(kind: Any, data: Any, where: str = "") -> Any:
     if origin is tuple:
         return _tuple(inner, _checked(list, data, where), where)
     if origin is not None and issubclass(origin, Mapping):
-        named = _checked(dict, data, where).items()
-        return {key: decode(inner[1], value, f"{where}.{key}") for key, value in named}
+        entries = _checked(dict, data, where).items()
+        return {key: decode(inner[1], value, f"{where}.{key}") for key, value in entries}
     if origin is not None and issubclass(origin, Sequence):
         items = enumerate(_checked(list, data, where))
         return [decode(inner[0], value, f"{where}[{i}]") for i, value in items]
     if issubclass(kind, enum.Enum):
-        known = {member.value: member for member in kind}
-        if _checked(str, data, where) not in known:
-            raise DecodeError(where, f"must be one of {', '.join(known)}, not {data!r}")
-        return known[data]
+        members = {member.value: member for member in kind}
+        if _checked(str, data, where) not in members:
+            raise DecodeError(where, f"must be one of {', '.join(members)}, not {data!r}")
+        return members[data]
     return _checked(kind, data, where)
 
 
