@@ -73,8 +73,8 @@ class LocalEngine:
         self._running: dict[int, Running] = {}
         self._ended: list[tuple[int, Outcome]] = []  # for `poll`
         self._modules: list[str] = []  # imported by the script
-        self._created = CreatedFolders()
-        self._closed = False
+        self._created_folders = CreatedFolders()
+        self._is_closed = False
         if own is None:
             self._activities: dict[str, float] = {}  # for `log_activities`
             self._begin_trials()
@@ -138,7 +138,7 @@ class LocalEngine:
 
     def has_simulation_server(self) -> bool:
         """Return whether the simulation server runs or waits to start."""
-        if not self._closed:
+        if not self._is_closed:
             self._wait(0.0)
         is_queued = any(start.trial.id == SIMULATION_ID for start in self._queue)
         return is_queued or SIMULATION_ID in self._running
@@ -149,11 +149,11 @@ class LocalEngine:
         The script may hold device memory, and the next server uses the same folder.
         """
         self.cancel(SIMULATION_ID)
-        while SIMULATION_ID in self._running and not self._closed:
+        while SIMULATION_ID in self._running and not self._is_closed:
             self._wait(_SIMULATION_POLL_S)
 
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
-        if self._closed:
+        if self._is_closed:
             return []
         if not self._ended:
             self._wait(timeout_s)
@@ -168,12 +168,12 @@ class LocalEngine:
             self._end(self._running[trial_id], grace_s=0)
 
     def close(self) -> None:
-        if not self._closed:
+        if not self._is_closed:
             self._supervisors.close()  # after a Ctrl-C here, a second call closes the rest
             if self._own_command is not None:
                 self._own_command.close()
             self._running.clear()
-            self._closed = True
+            self._is_closed = True
 
     # -- trials
 
@@ -284,9 +284,9 @@ class LocalEngine:
     def _handle_end_of_trial(self, running: Running) -> None:
         """Queue a trial's outcome for `poll`, unless it runs again or was a simulation."""
         del self._running[running.trial.id]
-        self._created.add(running.folder)
+        self._created_folders.add(running.folder)
         if not self._running:  # another trial may be about to use them
-            self._created.remove_empty()
+            self._created_folders.remove_empty()
         if running.trial.id == SIMULATION_ID:
             return
         outcome = trial_result.read_outcome(

@@ -76,7 +76,7 @@ class OwnCommand:
         self.folder = Path(tempfile.mkdtemp(prefix="dsat-")).resolve()
         self._timeout_s = options.timeout_s
         self.activities: dict[str, float] = {}  # for `log_activities`
-        self._recorded: list[RankStart] = []
+        self._starts: list[RankStart] = []
         self._checks_hook_s = 0.0
         self._records = self.folder / RECORDS_FOLDER
         self._records.mkdir()
@@ -113,7 +113,7 @@ class OwnCommand:
             EngineError: the supervisor ended.
         """
         began_s = time.monotonic()
-        while not self._recorded:
+        while not self._starts:
             self._receive()
             log_activities([self.running], self.activities)
             self._check_nodes()
@@ -124,16 +124,16 @@ class OwnCommand:
             if len(set(numbers)) < len(numbers):
                 check_one_training(starts)
             if starts and len(starts) >= starts[0].local_size_of_launcher:
-                self._recorded = starts
+                self._starts = starts
             elif is_over:
                 raise self._failure(starts)
         for path in self._record_files():  # they hold environment variables, perhaps secrets
             path.unlink(missing_ok=True)
-        return self._recorded
+        return self._starts
 
     def is_of(self, trial: Trial) -> bool:
         """Return whether a trial is the first one, and has the command's batch sizes."""
-        config = self._recorded[0].config or {} if self._recorded else {}
+        config = self._starts[0].config or {} if self._starts else {}
         is_first = trial.id == _OWN.id and trial.kind is TrialKind.BASELINE
         return is_first and all(
             config[key] == value

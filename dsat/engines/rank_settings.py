@@ -67,8 +67,8 @@ def binding_options(
         shared_cores = _shared_cores(machine, program)
         shares = [select_cores(shared_cores, rank, sharers) for rank in range(ranks)]
         cores = sorted(core for share in shares for core in share)
-    listed = ["--bind_core_list", ",".join(map(str, cores))] if cores else []
-    return ["--bind_cores_to_rank", *listed]
+    core_list = ["--bind_core_list", ",".join(map(str, cores))] if cores else []
+    return ["--bind_cores_to_rank", *core_list]
 
 
 def find_cores(

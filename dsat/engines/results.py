@@ -92,15 +92,15 @@ def _failure(running: Running, reports: list[Outcome]) -> Outcome:
     if running.method is StartMethod.COMMAND and not running.start.own_ranks:
         return _read_command_outcome(running, reports)
     killed, statuses = running.collect_by_rank("killed"), running.collect_by_rank("statuses")
-    died = {
+    signals = {
         rank: -status
         for rank, status in enumerate(statuses)
         if status < 0 and not killed[rank]  # by the supervisor, after another rank failed
     }
     kind, rank, message = OutcomeKind.ERROR, 0, "the ranks ended without a result"
-    if signal.SIGKILL in died.values():
+    if signal.SIGKILL in signals.values():
         kind = OutcomeKind.HOST_OOM
-        rank = next(rank for rank, number in died.items() if number == signal.SIGKILL)
+        rank = next(rank for rank, number in signals.items() if number == signal.SIGKILL)
         total = fmt.memory(host_limits.total_bytes(), whole=True)
         message = (
             f"rank {rank} {_KILLED_FOR_MEMORY} ({total}): run fewer trials at once "
@@ -108,8 +108,8 @@ def _failure(running: Running, reports: list[Outcome]) -> Outcome:
         )
     elif reports:
         return reports[0]
-    elif died:
-        rank, number = next(iter(died.items()))
+    elif signals:
+        rank, number = next(iter(signals.items()))
         hint = " (is /dev/shm full?)" if number == signal.SIGBUS else ""
         name = signal.Signals(number).name if number in _SIGNALS else f"signal {number}"
         message = f"rank {rank} was killed by {name}{hint}"

@@ -90,9 +90,9 @@ class Retries:
         self._device_errors = 0
         self._cannot_fork = ""
         self._is_proven = False  # a trial whose ranks dsat started has succeeded
-        self._retried: dict[int, RetryReason] = {}
+        self._retry_reasons: dict[int, RetryReason] = {}
         self._repeated_messages: set[str] = set()  # messages of trials that failed again when alone
-        self._port_taken: set[int] = set()  # trials that failed because another had the port
+        self._port_trials: set[int] = set()  # trials that failed because another had the port
         self._num_freed = 0  # number of these that succeeded alone
 
     @property
@@ -116,13 +116,13 @@ class Retries:
             return None
         if outcome.ok or running.canceled or trial_id == FULL_RUN_ID:
             return None  # for a full-length run, a retry would delete the checkpoints
-        if trial_id in self._retried:
+        if trial_id in self._retry_reasons:
             if running.start.alone:
                 self._repeated_messages.add(outcome.message)
             return None
         reason = self._find_reason(running, outcome)
         if reason is not None:
-            self._retried[trial_id] = reason
+            self._retry_reasons[trial_id] = reason
         return reason
 
     def _find_reason(self, running: Running, outcome: Outcome) -> RetryReason | None:
@@ -138,7 +138,7 @@ class Retries:
             return RetryReason.SEGMENTS
         is_of_port = outcome.kind is OutcomeKind.ERROR and has_part(text, _ADDRESS_IN_USE)
         if is_of_port and running.beside:
-            self._port_taken.add(running.trial.id)  # another trial uses the port
+            self._port_trials.add(running.trial.id)  # another trial uses the port
             return RetryReason.ALONE
         if method := self._next_method(running, outcome):
             self.method, self.failure = method, outcome.message
@@ -150,7 +150,7 @@ class Retries:
     def final(self, running: Running, outcome: Outcome) -> Outcome:
         """Return a trial's outcome with warnings about its retry and about slow starts."""
         warnings = list(outcome.warnings)
-        reason = self._retried.get(running.trial.id)
+        reason = self._retry_reasons.get(running.trial.id)
         if reason is RetryReason.METHOD and outcome.ok:
             self._known_method = running.method
             warnings.append(_WARNINGS[running.method])
@@ -160,7 +160,7 @@ class Retries:
             warnings.append(NO_SEGMENTS)
         elif reason is RetryReason.ALONE:
             warnings.append(AGAIN_ALONE)
-            if outcome.ok and running.trial.id in self._port_taken:
+            if outcome.ok and running.trial.id in self._port_trials:
                 self._num_freed += 1
                 warnings += [FIXED_PORT] if self._num_freed == _FIXED_AFTER else []
         elif self._cannot_fork and self._is_first(running):

@@ -239,8 +239,8 @@ class Supervisors:
             client.process.kill()
         client.send(None)
         status, log = client.wait_for_end(), self._folder / "supervisor.log"
-        ended = f"the process that runs trials ended (exit status {status}; see {log})"
-        return host, {"event": LOST, "reason": silence or ended}
+        end = f"the process that runs trials ended (exit status {status}; see {log})"
+        return host, {"event": LOST, "reason": silence or end}
 
     def _ask(
         self, requests: Mapping[int, Mapping[str, Any]], limit_s: float

@@ -57,7 +57,7 @@ class CreatedFolders:
 
     def __init__(self) -> None:
         self._names: list[str] = []
-        self._logged: set[str] = set()
+        self._logged_names: set[str] = set()
 
     def add(self, folder: Path) -> None:
         """Add the folders that the script of an ended trial created."""
@@ -70,9 +70,9 @@ class CreatedFolders:
                 os.rmdir(name)
         nonempty = {n for n in self._names if os.path.isdir(n) and not os.path.islink(n)}
         self._names.clear()
-        for name in sorted(nonempty - self._logged):
+        for name in sorted(nonempty - self._logged_names):
             if nonempty.isdisjoint(map(str, Path(name).parents)):
-                self._logged.add(name)
+                self._logged_names.add(name)
                 _log.info("note: the script's new folder %s holds files, so it is kept", name)
 
 

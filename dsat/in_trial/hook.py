@@ -103,12 +103,12 @@ def _mark_process(folder: Path) -> None:
         import ctypes
 
         with open(__file__, "rb") as file:  # some file systems map no files, or no shared ones
-            mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+            mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
     except (ImportError, OSError):
         (folder / UNMARKED_FILE).touch()
         return
     # Keep it mapped while Python exits: torch's sockets are still open then.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapped))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
 
 
 def _run_hidden_sitecustomize() -> None:

@@ -16,8 +16,8 @@ from dsat.in_trial.adapters.calls import Call
 Kind = tuple[int, int]
 batches_in_store = 0  # the most that any loader prepares in advance
 waited_s = 0.0  # for batches, in this process
-_begun: Counter[Kind] = Counter()  # epochs
-_read: Counter[Kind] = Counter()  # batches, since the training's engine was made
+_epochs: Counter[Kind] = Counter()  # begun
+_batches: Counter[Kind] = Counter()  # since the training's engine was made
 
 
 def begin_epoch(call: Call) -> Any:
@@ -31,7 +31,7 @@ def begin_epoch(call: Call) -> Any:
     if "dsat_kind" not in loader.__dict__:  # once: a script's sampler may compute its length slowly
         loader.dsat_kind = _kind_of(loader.batch_sampler)
     if loader.dsat_kind is not None:
-        _begun[loader.dsat_kind] += 1
+        _epochs[loader.dsat_kind] += 1
     if isinstance(iterator, _BaseDataLoaderIter):
         iterator.dsat_kind = loader.dsat_kind  # type: ignore[attr-defined]
     return iterator
@@ -46,13 +46,13 @@ def get_batch(call: Call) -> Any:
     finally:
         waited_s += time.perf_counter() - begin
     if (kind := getattr(call.owner, "dsat_kind", None)) is not None:
-        _read[kind] += 1
+        _batches[kind] += 1
     return batch
 
 
 def begin_training() -> None:
     """Restart the count of batches; called when the engine that trains is made."""
-    _read.clear()
+    _batches.clear()
 
 
 def samples(batch_size: int, micro_steps: int) -> tuple[int | None, int]:
@@ -71,11 +71,11 @@ def samples(batch_size: int, micro_steps: int) -> tuple[int | None, int]:
         None and 0 if no loader of known length loaded batches for at least half of the micro steps.
     """
     epoch_samples, all_samples = 0, 0
-    for (size, length), epochs in _begun.items():
-        if size % batch_size == 0 and 2 * _read[size, length] >= micro_steps:
-            used = length * batch_size // size
-            epoch_samples = max(used, epoch_samples)
-            all_samples += epochs * used
+    for (size, length), epochs in _epochs.items():
+        if size % batch_size == 0 and 2 * _batches[size, length] >= micro_steps:
+            num_samples = length * batch_size // size
+            epoch_samples = max(num_samples, epoch_samples)
+            all_samples += epochs * num_samples
     return epoch_samples or None, all_samples
 
 

@@ -207,9 +207,9 @@ def _numbers(values: Sequence[Any]) -> list[float | None]:
     import torch
 
     tensors = [value for value in values if value is not None]
-    stacked = [tensor.to(tensors[0].device) for tensor in tensors]
-    fetched = iter(torch.stack(stacked).tolist() if stacked else [])
-    return [None if value is None else next(fetched) for value in values]
+    scalars = [tensor.to(tensors[0].device) for tensor in tensors]
+    numbers = iter(torch.stack(scalars).tolist() if scalars else [])
+    return [None if value is None else next(numbers) for value in values]
 
 
 def _total_norm(parameters: Any) -> Any:

@@ -68,6 +68,6 @@ def _keep_gradients_flowing(module: Any) -> None:
     Otherwise checkpointed layers pass on no gradient, because no input requires one.
     """
     enable = getattr(module, "enable_input_require_grads", None)
-    frozen = not all(parameter.requires_grad for parameter in module.parameters())
-    if frozen and callable(enable):
+    is_frozen = not all(parameter.requires_grad for parameter in module.parameters())
+    if is_frozen and callable(enable):
         enable()

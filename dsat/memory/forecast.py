@@ -49,9 +49,9 @@ class Forecast:
         largest = self.model.largest(max_gas_shape)
         if min_gas_shape is not None:
             sizes, alone = self._space.micro_batches, self.model.largest(min_gas_shape)
-            reached = sizes[max(0, bisect.bisect_right(sizes, alone) - 1)]
+            nearest = sizes[max(0, bisect.bisect_right(sizes, alone) - 1)]
             min_gas = self._space.batch(sizes[-1], settings).gas
-            if self._space.batch(reached, settings).gas == min_gas:
+            if self._space.batch(nearest, settings).gas == min_gas:
                 largest = max(largest, alone)
         if self._ran and not self.model.basis.simulated:
             return min(largest, FARTHEST * max(self._ran.values()))

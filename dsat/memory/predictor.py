@@ -153,18 +153,18 @@ def _corrections(variant: Variant, slots: int) -> _Corrections:
     divided = {_group(a.config): read_strategy(a.config).stage > 0 for a in variant.anchors}
     first: dict[tuple[str, int], Anchor] = {}
     for anchor in variant.anchors:
-        group, simulated = _group(anchor.config), anchor.slots or slots
-        more = _excess(variant.facts, anchor, simulated)
-        reference = first.setdefault((group, simulated), anchor)
+        group, num_slots = _group(anchor.config), anchor.slots or slots
+        more = _excess(variant.facts, anchor, num_slots)
+        reference = first.setdefault((group, num_slots), anchor)
         if reference.micro_batch > anchor.micro_batch:
-            large = _excess(variant.facts, reference, simulated)
+            large = _excess(variant.facts, reference, num_slots)
             for name, pair_name in _OF_PAIRS.items():
                 pairs = reference.micro_batch**2 - anchor.micro_batch**2
                 more[pair_name] = max(0.0, (large[name] - more[name]) / pairs)
                 more[name] -= more[pair_name] * anchor.micro_batch**2
         elif reference is not anchor:
             continue
-        by_group.setdefault(group, {})[simulated] = more
+        by_group.setdefault(group, {})[num_slots] = more
     return {
         group: _between(by_slots, slots, divided[group]) for group, by_slots in by_group.items()
     }
@@ -318,7 +318,7 @@ class MemoryModel:
             return 0.0
         room = self.limit_bytes / self._margin(shape.strategy) - self._context_bytes
         fixed, slope = self._calibration.fixed_bytes, self._calibration.bytes_per_sample
-        corrected = (
+        lines = (
             Line(
                 line.fixed + fixed,
                 line.per_sample + slope,
@@ -326,7 +326,7 @@ class MemoryModel:
             )
             for line in shape.highest
         )
-        largest = min(line.largest_within(room) for line in corrected)
+        largest = min(line.largest_within(room) for line in lines)
         return min(largest, float(LARGEST_MICRO_BATCH)) if largest >= 1 else 0.0
 
     def learn(self, shape: Shape, micro_batch: int, outcome: Outcome) -> None:
@@ -379,8 +379,8 @@ class MemoryModel:
     def _margin(self, strategy: str) -> float:
         is_calibrated = any(observation.is_exact for observation in self._observations)
         base = CALIBRATED_MARGIN if is_calibrated else UNCALIBRATED_MARGIN
-        learned = max(self._least_margin, self._margins.get(strategy, 0.0))
-        return max(base * self._fragmentation, learned)
+        minimum = max(self._least_margin, self._margins.get(strategy, 0.0))
+        return max(base * self._fragmentation, minimum)
 
     def _known_of(self, script_args: Mapping[str, Any]) -> tuple[ModelFacts, _Corrections, bool]:
         """Return facts and corrections for values of switches, and whether they are a guess."""

@@ -59,8 +59,8 @@ def simulate_strategies(
         return Basis.of_profile(profile, plan.switches, note=note)
     operation = f"simulating memory of {fmt.count(len(configs), 'configuration')}"
     variants: list[Variant] = []
-    searched = {name: value for name, value in plan.switches.items() if name not in plan.fixed}
-    inverted = [{**plan.switches, name: not value} for name, value in searched.items()]
+    free_switches = {name: value for name, value in plan.switches.items() if name not in plan.fixed}
+    inverted = [{**plan.switches, name: not value} for name, value in free_switches.items()]
     with slow.logged(_log, operation, at_once=True, hint=_FASTER):
         for switches in ({**plan.switches}, *inverted):
             try:

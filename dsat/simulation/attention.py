@@ -187,10 +187,10 @@ def _flash_backward(args: Sequence[Any]) -> int:
     gradient, query, key, _, out = args[:5]
     samples, heads, tokens, size = query.shape
     rows = samples * heads * _up(tokens, 128)
-    rounded = _up(size, 32) if size <= 192 else 256
-    copied = [t for t in (gradient, out) if not t.transpose(1, 2).is_contiguous()]
-    copies = sum(int(t.numel() * t.element_size()) for t in copied)
-    return int(4 * rows * (rounded + 1)) + copies + _shared_heads(query, key)
+    padded_size = _up(size, 32) if size <= 192 else 256
+    sources = [t for t in (gradient, out) if not t.transpose(1, 2).is_contiguous()]
+    copies = sum(int(t.numel() * t.element_size()) for t in sources)
+    return int(4 * rows * (padded_size + 1)) + copies + _shared_heads(query, key)
 
 
 def _efficient_forward(args: Sequence[Any]) -> int:

@@ -71,8 +71,8 @@ class Autocast:
 
     def _follow_contexts(self) -> None:
         """Make autocast contexts for CUDA, even those that are open, apply to the device."""
-        entered, clear = torch.is_autocast_enabled("cuda"), torch.clear_autocast_cache
-        if entered:
+        is_active, clear = torch.is_autocast_enabled("cuda"), torch.clear_autocast_cache
+        if is_active:
             torch.set_autocast_enabled(self._device_type, True)
             torch.set_autocast_dtype(self._device_type, torch.get_autocast_dtype("cuda"))
         original = torch.autocast.__init__
@@ -156,14 +156,14 @@ def outside_of_contexts() -> Iterator[None]:
 
     Autocast stays enabled.
     """
-    entered = torch.autocast_increment_nesting() - 1
-    for _ in range(entered + 1):
+    nesting = torch.autocast_increment_nesting() - 1
+    for _ in range(nesting + 1):
         torch.autocast_decrement_nesting()
     try:
         yield
     finally:
         torch.clear_autocast_cache()
-        for _ in range(entered):
+        for _ in range(nesting):
             torch.autocast_increment_nesting()
 
 

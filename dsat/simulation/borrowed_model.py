@@ -237,9 +237,9 @@ class BorrowedModel:
         if not sizes or any(size % micro_batch == 0 for size in sizes):
             return micro_batch, 0
         rows = [shape[1] for shape in shapes if len(shape) > 1 and shape[0] == 1]
-        packed = [length for length in rows if length % micro_batch == 0]
-        if packed and len(packed) == len(rows):
-            return micro_batch, max(packed)
+        lengths = [length for length in rows if length % micro_batch == 0]
+        if lengths and len(lengths) == len(rows):
+            return micro_batch, max(lengths)
         return max(set(sizes), key=sizes.count), 0
 
 

@@ -73,8 +73,8 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             self._forget_parts(out, (*args, *kwargs.values()))
             if func in _COMPARISONS and out.numel() == 1:
                 # As with `item()`: DeepSpeed up to 0.19.2 asserts that a norm is above 0.
-                like, other = torch.full(out.shape, value_of(args[0].dtype)), args[1]
-                self.know(out, lambda: func(like, other))
+                operand, other = torch.full(out.shape, value_of(args[0].dtype)), args[1]
+                self.know(out, lambda: func(operand, other))
             return out
         if torch.Tag.dynamic_output_shape in func.tags:
             return self._wrap_real(self._run(func, args, kwargs), next(tensors_in(args)).device)

@@ -146,8 +146,8 @@ class SimulationServer:
     def _report_deaths(self, running: dict[int, Mapping[str, Any]]) -> None:
         """Remove children that ended, and report the failure of those that did not answer."""
         for child in list(running):
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if not ended:
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if not pid:
                 continue
             candidate, code = running.pop(child), os.waitstatus_to_exitcode(status)
             reason = f"the simulation died with status {code}"

@@ -136,8 +136,8 @@ class Simulation(_FakeDevice):
 
     def _make_engine(self) -> Any:
         captured = self._captured
-        parked = not (captured.snapshot.on_device or self._candidate.as_cpu)
-        with self.tracker.placing(HOST if parked else DEVICE):
+        is_parked = not (captured.snapshot.on_device or self._candidate.as_cpu)
+        with self.tracker.placing(HOST if is_parked else DEVICE):
             fakes = captured.snapshot.put_fakes(self._device)
         arguments = {
             **captured.arguments,

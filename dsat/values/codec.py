@@ -116,8 +116,8 @@ _NAMES = {
 
 def _checked(kind: Any, data: Any, where: str) -> Any:
     # JSON does not distinguish integers and floats; in Python, booleans are integers.
-    accepted = (int, float) if kind is float else kind
-    if not isinstance(data, accepted) or (isinstance(data, bool) and kind is not bool):
+    classes = (int, float) if kind is float else kind
+    if not isinstance(data, classes) or (isinstance(data, bool) and kind is not bool):
         raise DecodeError(where, f"must be {_NAMES[kind]}, not {printable(repr(data), 80)}")
     if isinstance(data, float) and not math.isfinite(data):
         raise DecodeError(where, f"must be finite, not {data}")

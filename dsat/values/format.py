@@ -14,14 +14,14 @@ _MOST_OF_A_MESSAGE = 400
 
 def metric(name: str, value: float | None, digits: int = 4) -> str:
     """Return a metric's value with its unit; a dash for None."""
-    declared = METRICS[name]
+    definition = METRICS[name]
     if value is None:
         return "-"
-    if declared.has_prefix:
-        return f"{prefixed(value, digits)}{declared.unit}"
+    if definition.has_prefix:
+        return f"{prefixed(value, digits)}{definition.unit}"
     rounded = float(f"{value:.{digits}g}")
     number = f"{value:,.0f}" if rounded >= 1000 else f"{rounded:.{digits}g}"
-    return f"{number} {declared.unit}"
+    return f"{number} {definition.unit}"
 
 
 def prefixed(value: float, digits: int = 4) -> str:

@@ -146,8 +146,8 @@ def _known_secrets(command: tuple[str, ...], variables: int) -> tuple[str, ...]:
     """
     secrets = set()
     for words in (command, " ".join(command).split()):  # also inside of `bash -c '...'`
-        for word, (shown, name) in zip(words, _named(words), strict=True):
-            secrets |= {word.removeprefix(shown)} if name else set()
+        for word, (visible, name) in zip(words, _named(words), strict=True):
+            secrets |= {word.removeprefix(visible)} if name else set()
     secrets |= {value for name, value in os.environ.items() if is_secret(name, value)}
     hidden = {
         value
@@ -207,15 +207,15 @@ def shell_line(words: Sequence[str], folder: Path) -> str:
     """
     line: list[str] = []
     flag = ""
-    for number, (word, (shown, name)) in enumerate(zip(words, _named(words), strict=True)):
+    for number, (word, (visible, name)) in enumerate(zip(words, _named(words), strict=True)):
         if not name and _has_secret(word.replace(str(folder.resolve()), "")):
             key, equals, _ = word.partition("=")
             is_named = equals and _FLAG.fullmatch(key) and not _has_secret(key)
-            shown = f"{key}=" if is_named else ""
+            visible = f"{key}=" if is_named else ""
             name = key if is_named else flag or f"argument_{number}"
-        quoted = shell_word(shown) if shown or not name else ""
+        quoted = shell_word(visible) if visible or not name else ""
         line.append(quoted + (_required_variable(name) if name else ""))
-        flag = word if word.startswith("-") and shown == word and _FLAG.fullmatch(word) else ""
+        flag = word if word.startswith("-") and visible == word and _FLAG.fullmatch(word) else ""
     return " ".join(line)
 
 

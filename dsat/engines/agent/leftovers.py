@@ -38,19 +38,19 @@ def end_processes(run: Path) -> list[int]:
     The caller must hold the run's lock, and must have ended the run's supervisors.
     """
     run = run.resolve()
-    ended: set[int] = set()
+    ended_pids: set[int] = set()
     for _ in range(_ROUNDS):
         processes = _own_processes()
         pids = {p.pid for p, variables in processes if variables.get(RUN_VARIABLE) == str(run)}
         if not pids:
             break
         kill_all(pids)
-        ended |= pids
+        ended_pids |= pids
         time.sleep(_PAUSE_S)
     unlink_shared_memory(run / _PORTS_FILE)
     with contextlib.suppress(OSError):  # the folder may have become read-only
         (run / _PORTS_FILE).unlink(missing_ok=True)
-    return sorted(ended)
+    return sorted(ended_pids)
 
 
 def kill_all(pids: Iterable[int]) -> None:
@@ -71,7 +71,7 @@ def owner_mark() -> dict[str, str]:
 
 def end_orphans() -> list[int]:
     """Kill this PID namespace's processes that a dead dsat process started; return their PIDs."""
-    ended = set()
+    ended_pids = set()
     for process, variables in _own_processes():
         with contextlib.suppress(psutil.Error, OSError, ValueError):
             place, owner, created = variables.get(OWNER_VARIABLE, "").rsplit(" ", 2)
@@ -79,8 +79,8 @@ def end_orphans() -> list[int]:
             is_here = place == _place_of(os.getpid()) == _place_of(process.pid)
             if is_here and not _is_process(int(owner), float(created)):
                 process.kill()
-                ended.add(process.pid)
-    return sorted(ended)
+                ended_pids.add(process.pid)
+    return sorted(ended_pids)
 
 
 def _is_process(pid: int, created_s: float) -> bool:

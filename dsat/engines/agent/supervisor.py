@@ -209,8 +209,8 @@ class Supervisor:
             leader = group.pids[0] if group.pids else 0
             pid = os.fork()
             if pid == 0:
-                inherited = [self._requests, self._answers, *self._pidfds()]
-                become_rank(request, rank, leader, own_pid, inherited)
+                descriptors = [self._requests, self._answers, *self._pidfds()]
+                become_rank(request, rank, leader, own_pid, descriptors)
             with contextlib.suppress(OSError):  # the child did it first, or is gone
                 os.setpgid(pid, leader or pid)
             group.pids.append(pid)
@@ -279,9 +279,9 @@ class Supervisor:
     def _kill(self, group: _Group, until: float = math.inf) -> None:
         group.killed_at = time.monotonic()
         group.killed_ranks = set(range(len(group.pids))) - group.statuses.keys()
-        killed = {group.pids[rank] for rank in group.killed_ranks}
-        group.descendants |= _descendants(killed)
-        leftovers.kill_all(killed)
+        pids = {group.pids[rank] for rank in group.killed_ranks}
+        group.descendants |= _descendants(pids)
+        leftovers.kill_all(pids)
         _kill_until_gone(lambda: group.descendants | self._strays(group), until)
 
     def _strays(self, ended: _Group) -> set[int]:

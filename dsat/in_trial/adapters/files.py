@@ -145,11 +145,11 @@ def skip(call: Call) -> Any:
 
 def load_checkpoint(call: Call) -> Any:
     """Load only the client state from a checkpoint, not the model or the optimizer."""
-    loaded = client_state(Path(call.argument("load_dir", 0)), call.argument("tag", 1))
-    if loaded[0] is not None:
-        failures.resumed.append(Path(loaded[0]).parent)
+    result = client_state(Path(call.argument("load_dir", 0)), call.argument("tag", 1))
+    if result[0] is not None:
+        failures.resumed.append(Path(result[0]).parent)
         _say(call, NOT_LOADED)
-    return loaded
+    return result
 
 
 # Model files of a DeepSpeed checkpoint, and the keys in them that are not client state
@@ -178,6 +178,6 @@ def client_state(folder: Path, tag: str | None) -> tuple[str | None, dict[str, A
     import torch
 
     # The checkpoint is the script's own, and DeepSpeed would unpickle it as well.
-    mapped = zipfile.is_zipfile(files[0])
-    states = torch.load(files[0], map_location="cpu", mmap=mapped, weights_only=False)
+    is_zip = zipfile.is_zipfile(files[0])
+    states = torch.load(files[0], map_location="cpu", mmap=is_zip, weights_only=False)
     return str(files[0]), {key: states[key] for key in states if key not in _OF_DEEPSPEED}

@@ -120,8 +120,8 @@ def owner_of(adapter: Adapter, module: ModuleType) -> tuple[Any, str]:
     return (getattr(module, class_name, None) if class_name else module), name
 
 
-def _adapt_pathlib(name: str, original: Any, adapted: Any) -> None:
+def _adapt_pathlib(name: str, original: Any, replacement: Any) -> None:
     """Replace a function in pathlib, which in Python 3.10 has its own references to it."""
     accessor = getattr(pathlib, "_NormalAccessor", None)
     if getattr(accessor, name, None) is original:
-        setattr(accessor, name, adapted)
+        setattr(accessor, name, replacement)
