@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a type checker would accept every name, as Any
+if not TYPE_CHECKING:  # otherwise a type checker accepts any name
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:

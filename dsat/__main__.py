@@ -3,7 +3,7 @@
 import os
 import sys
 
-# `-m` puts the working folder first on the path; a file there may shadow a library of dsat.
+# `-m` puts the working folder first on the path, where a file may shadow a library of dsat.
 if os.path.isdir(".") and os.getcwd() == sys.path[0] != os.path.dirname(
     os.path.dirname(os.path.abspath(__file__))
 ):

@@ -73,10 +73,10 @@ _Settings = TypeVar("_Settings", bound=ModelSettings)
 class Result:
     """The result of a search, or its state so far; `str(result)` is the verdict.
 
-    A row is a single trial as a plain mapping: `name`, `kind` ("profile", "baseline", "search",
+    A row describes one trial as a plain mapping: `name`, `kind` ("profile", "baseline", "search",
     "repeat" or "final"), `stage`, the batch sizes, `overrides` of the DeepSpeed configuration,
-    `script_args`, `outcome` ("OK", "OOM", ..; None while it runs), `message`, `predicted_bytes` and
-    `used_bytes` of a device's memory, and `metrics` (None unless measured).
+    `script_args`, `outcome` ("OK", "OOM", ..; None while the trial runs), `message`,
+    `predicted_bytes` and `used_bytes` (memory of a device), and `metrics` (None if not measured).
 
     Attributes:
         run_dir: absolute path of the run's folder; for a search on a Determined cluster, the local
@@ -95,7 +95,7 @@ class Result:
         train_command: shell command that trains with the best configuration; None if unknown.
         url: web page of the search on a Determined cluster; None elsewhere.
         verdict: text of `str(result)`, based on the finals if any ran. A dry run sets only `metric`
-            and, as `verdict`, the plan.
+            and, as `verdict`, the text of the plan.
     """
 
     run_dir: Path | None
@@ -195,7 +195,7 @@ def tune(
 
 
 def load_run(path: PathLike) -> Result:
-    """Read the result of a run, or its state so far, from the journal in its folder.
+    """Return the result of a run, or its state so far, from the journal in the run's folder.
 
     Args:
         path: the run's folder, or its name in `dsat_runs`, or its journal.
@@ -244,9 +244,9 @@ def register_engine(name: str, make_engine: EngineFactory) -> None:
 
     Args:
         name: name of the engine.
-        make_engine: function that makes a `dsat.engines.Engine`. Its arguments are an object with
-            `experiment`, `program`, `plan` and `settings`, and the folder of the run. Memory is
-            predicted by formula.
+        make_engine: function that returns a `dsat.engines.Engine`. Its two arguments are an object
+            with `experiment`, `program`, `plan` and `settings`, and the path of the run's folder.
+            With such an engine, memory is predicted by formula.
 
     Raises:
         ValueError: dsat has a built-in engine of this name.
@@ -269,8 +269,8 @@ def estimate(
         options: see below.
 
     Returns:
-        The table: `lines` with `strategy`, `slots` and memory. `str(table)` is the text that
-        `dsat estimate` prints.
+        The table: each of `lines` has `strategy`, `slots` (devices), `needed` and `host` (bytes of
+        a device and of a host). `str(table)` is the text that `dsat estimate` prints.
 
     Raises:
         UserInputError: an argument or a file is wrong.
@@ -285,7 +285,7 @@ def project(
     model_dir: PathLike | None = None,
     **options: Unpack[ProjectOptions],
 ) -> Projection:
-    """Predict throughput, scaling, time and cost of a training on GPUs of a named model.
+    """Predict throughput, scaling, time and cost of a training on a given type of GPU.
 
     Args:
         target: a script, command or experiment, as for `tune`; None with `model`.
@@ -294,8 +294,9 @@ def project(
 
     Returns:
         The projection: `own` has a row for each number of GPUs, and `best` the fastest rows by
-        number of GPUs. A row has step time, throughput and 90 % interval. `str(projection)` is
-        the text that `dsat project` prints.
+        number of GPUs. A row has `time.seconds` of a step, `samples_per_second`, and `spread`, the
+        90 % interval as factors of the throughput. `str(projection)` is the text that
+        `dsat project` prints.
 
     Raises:
         UserInputError: an argument or a file is wrong.

@@ -147,8 +147,8 @@ def read_keywords(
         called: the call's name in messages, such as `project()`.
 
     Returns:
-        The converted values, and the keywords that the user wrote. Both are mappings by name of
-        setting, or by keyword for options of a search or of a place (Ray, say).
+        The converted values, and the keywords that the user wrote. Both are mappings by the name of
+        the setting, or by keyword for options of a method or of a place such as Ray.
 
     Raises:
         UserInputError: a value is wrong.

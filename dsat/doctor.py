@@ -28,7 +28,7 @@ from dsat.values import hazards
 OK, WARNING, FAILS = "ok", "warning", "fails"
 # Packages that `dsat doctor` lists in addition to dsat's requirements.
 _FRAMEWORKS = ("transformers", "accelerate", "trl", "peft", "lightning", "determined")
-_SHARED, _SHARED_BYTES = "/dev/shm", 2**30  # noqa: S108  (Docker gives 64 MiB)
+_SHARED, _SHARED_BYTES = "/dev/shm", 2**30  # noqa: S108  (Docker provides 64 MiB)
 _NVCC_LIMIT_S, _MASTER_LIMIT_S = 20.0, 3.0
 
 
@@ -168,7 +168,7 @@ def _toolkit() -> Finding:
 
 
 def _operators_without_nvcc() -> list[str]:
-    """Return DeepSpeed's optimizers that were not compiled at installation, so they need nvcc."""
+    """Return DeepSpeed's optimizers that need nvcc, because installation did not compile them."""
     built = _read_module("deepspeed", "git_version_info_installed.py").get("installed_ops", {})
     # DeepSpeed 0.19.8 has no such file: it compiles CPUAdam with a C++ compiler alone.
     by_nvcc = {"fused_adam": "FusedAdam"}
@@ -182,7 +182,7 @@ def _cuda_of_torch() -> str:
 
 
 def _read_module(package: str, name: str) -> dict[str, Any]:
-    """Return the variables of a package's file, which runs without an import of the package."""
+    """Run one file of a package, without importing the package, and return its variables."""
     try:
         return runpy.run_path(str(_file_of(package, name)))
     except OSError:

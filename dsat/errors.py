@@ -28,7 +28,7 @@ class DsatError(Exception):
     def convert_os_error(cls, error: OSError) -> DsatError:
         """Convert an error of the operating system; the message names the file, if known."""
         if isinstance(error, shutil.Error) and isinstance(error.args[0], list):
-            *_, reason = error.args[0][0]  # source, target and reason of the first of its files
+            *_, reason = error.args[0][0]  # source, target and reason of the first file that failed
             return cls(str(reason))
         name = f"{error.filename}: " if error.filename else ""
         return cls(f"{name}{error.strerror or error}")
@@ -85,8 +85,8 @@ class InvalidTrial(DsatError):
     """Inside a trial: the script did not follow the trial's configuration.
 
     Attributes:
-        facts: fields of `Outcome`, from the keyword arguments; `smaller_may_run` is also true if
-            `most_samples` is known.
+        facts: the keyword arguments, which become fields of `Outcome`; `smaller_may_run` is also
+            true if `most_samples` is known.
     """
 
     def __init__(

@@ -69,14 +69,15 @@ class Option:
 
     Attributes:
         flags: names on the command line; a positional argument has one name, without dashes.
+        kind: type of the values; None for a flag without a value.
         default: the default, as a user would write it.
         metavar: the placeholder of a value in `--help`; by default the kind's.
         choices: all allowed values, if they are few.
-        many: whether it accepts several values.
+        many: whether the option accepts several values.
         once: whether a second, different value is an error; by default, the last value counts.
-        goes_with, excludes: flag of an option that it requires, and flags of options that it
-            excludes.
-        shell_only: whether the Python API lacks it.
+        goes_with: flag of another option that must also be set.
+        excludes: flags of options that must not be set.
+        shell_only: whether the option exists only on the command line.
         old: earlier names, which work but are not documented.
         name: field of the settings class; empty for an option of a method or a place.
     """
@@ -134,7 +135,7 @@ class Option:
         return self.kind.read(self.default)
 
     def takes(self, word: str) -> bool:
-        """Return whether a word is surely another value, not the start of the user's command."""
+        """Return whether a word is certainly a value, not the start of the user's command."""
         if not self.many or self.kind in (None, PATH, SWITCH):  # any word may be a path
             return False
         try:
@@ -232,7 +233,7 @@ def check_together(settings: Any) -> None:
 
 
 def _measure(value: Any, units: Mapping[str, int]) -> float:
-    """Convert `1.5GiB`, `10m` or `300B` to the unit whose factor is 1; 0 for any other text."""
+    """Convert `1.5GiB`, `10m` or `300B` with a table of factors by unit; 0 for any other text."""
     match = re.fullmatch(
         r"(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)\s*([A-Za-z]*)", _text(value).strip(), re.ASCII
     )
@@ -240,7 +241,7 @@ def _measure(value: Any, units: Mapping[str, int]) -> float:
 
 
 def memory_size(value: str | int) -> int:
-    """Return the bytes of `24GiB`, `512MB` or a plain number."""
+    """Return the bytes of `24GiB`, `512MB` or a plain number; raise ValueError if invalid."""
     size = _measure(value, _MEMORY_UNITS)
     if not 1 <= size <= LARGEST_INTEGER:
         raise ValueError(f"invalid memory size {value!r}: write, for example, 24GiB")
@@ -259,7 +260,7 @@ def write_memory_size(size_bytes: int) -> str:
 
 
 def amount(value: str | float) -> float:
-    """Return the number of `1T`, `300B`, `40M` or a plain number."""
+    """Return the number of `1T`, `300B`, `40M` or a plain number; raise ValueError if invalid."""
     found = _measure(value, _AMOUNTS)
     if not 0 < found < _LARGEST_AMOUNT:
         raise ValueError(f"invalid amount {value!r}: write, for example, 300B or 1T")
@@ -267,7 +268,7 @@ def amount(value: str | float) -> float:
 
 
 def duration_s(value: str | float) -> float:
-    """Return the seconds of `90`, `90s`, `10m` or `1h`."""
+    """Return the seconds of `90`, `90s`, `10m` or `1h`; raise ValueError if invalid."""
     duration = _measure(value, _TIME_UNITS)
     if not 0 < duration <= _LONGEST_S:
         raise ValueError(f"invalid duration {value!r}: write, for example, 90s, 10m or 1h")

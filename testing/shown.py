@@ -28,7 +28,8 @@ _LIMIT_S = 600
 _IF_SLOW = (
     "checking the configuration with DeepSpeed",
     "importing torch and DeepSpeed",
-    "simulation: the model runs",
+    "counting the model's parameters and activations",
+    "simulation: building the model",
     "your command runs, up to its first optimizer step",
 )
 

@@ -56,8 +56,8 @@ def _run(argv: Sequence[str]) -> int:
 class _Interruption:
     """Signal handler that raises KeyboardInterrupt once for signals that arrive together.
 
-    Python ignores an exception in a finalizer, such as the one that closes a connection. If that
-    happens to the KeyboardInterrupt, the signal is sent again.
+    Python ignores exceptions in finalizers, such as one that closes a connection. If it ignores the
+    KeyboardInterrupt, the handler sends the signal again.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class _Interruption:
             raise KeyboardInterrupt
 
     def repeat_ignored(self, ignored: sys.UnraisableHookArgs) -> None:
-        """Send the signal again if its exception is ignored; a `sys.unraisablehook`."""
+        """Send the signal again if Python ignored its exception. Serves as `sys.unraisablehook`."""
         if issubclass(ignored.exc_type, KeyboardInterrupt):
             self._last_s = -math.inf
             # Not at once: an exception in this hook is ignored too.

@@ -71,8 +71,8 @@ def result_of(search: LocalSearch) -> Iterator[terminal.Part]:
             yield "Train with your own command: it has this configuration already."
             return
         yield (
-            "Your own command has this configuration already. The next command also sets the "
-            "threads and cores of the trials."
+            "Your own command has this configuration already. The command below also sets threads "
+            "and cores as in the trials."
         )
     yield f"Train with it: {train_command.make_line(ready, run, search.folder)}"
 

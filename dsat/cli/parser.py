@@ -49,7 +49,7 @@ Examples:
 
 def parse(argv: Sequence[str]) -> tuple[AnySettings, CommandLine]:
     """Parse a command line; if it is wrong, print usage and error, and exit with status 2."""
-    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
+    if "_ARGCOMPLETE" in os.environ:  # the shell wants completions
         import argcomplete
 
         argcomplete.autocomplete(build_parser())
@@ -214,10 +214,10 @@ def _join_switches(words: Sequence[str], options: Iterable[Option]) -> list[str]
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """Build the parser of all commands; it does not parse targets, which `split` removes.
+    """Build the parser of all commands, for words from which `split` has removed the target.
 
     Args:
-        only: the only command to parse, which is faster; any other name for all commands.
+        only: a command; parsing no other is faster. None or an unknown name for all commands.
     """
     parser = argparse.ArgumentParser(
         prog="dsat",

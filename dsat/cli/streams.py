@@ -7,14 +7,14 @@ import os
 import sys
 from typing import IO, Any
 
-_NOBODY_READS = (errno.EPIPE, errno.EIO)  # of a pipe, and of a terminal
+_NOBODY_READS = (errno.EPIPE, errno.EIO)  # the reader of a pipe is gone, or the terminal is
 
 
 def make_safe() -> None:
     """Open closed standard descriptors, and tolerate failing writes.
 
-    The next opened file would get the number of a closed descriptor. If that file is a journal, a
-    library would write its output into it.
+    Otherwise the next file that is opened, perhaps a journal, gets the number of a closed
+    descriptor, and output of a library ends up in the file.
     """
     for descriptor in range(3):
         try:

@@ -88,7 +88,9 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         twice = ", ".join(key for key, count in counts.items() if count > 1)
-        raise ValueError(f"repeats a key, which DeepSpeed refuses: {twice}. Keep one of them")
+        raise ValueError(
+            f"contains duplicate keys, which DeepSpeed refuses: {twice}. Keep one of each"
+        )
     return found
 
 

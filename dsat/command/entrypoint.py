@@ -278,9 +278,9 @@ def _command(words: list[str]) -> Entrypoint:
     if _PYTHON.fullmatch(name):
         if not _is_this_python(words[0]):
             raise UnknownStart(
-                f"{words[0]} is not the Python that runs dsat ({sys.executable})",
+                f"dsat runs in {sys.executable}, not in {words[0]}",
                 where=_WHERE,
-                hint="Run dsat with that Python, or write python3.",
+                hint="Run dsat with the latter, or write python3.",
             )
         return _python(words[1:])
     if name.endswith(".py"):

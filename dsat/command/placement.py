@@ -216,7 +216,7 @@ def choose_machines(
     if nodes is not None:
         if nodes > len(found):
             raise UserInputError(
-                f"{_NODES} {nodes}: the hostfile ({path}) leaves only {len(found)} machines",
+                f"{_NODES} {nodes}: the hostfile ({path}) has only {len(found)} usable machines",
                 where=_WHERE,
             )
         found = dict(itertools.islice(found.items(), nodes))
@@ -228,8 +228,8 @@ def choose_machines(
     for name in others:
         if len(found[name]) != len(found[first]):
             raise UserInputError(
-                f"{path} lists {_slots_text(found[first])} for {first} and "
-                f"{_slots_text(found[name])} for {name}, but all machines need the same number",
+                f"{_slots_text(found[first])} for {first} and {_slots_text(found[name])} for "
+                f"{name} in {path}, but all machines need the same number",
                 where=_WHERE,
                 hint="Make the numbers equal with slots=N, --include or --num_gpus.",
             )

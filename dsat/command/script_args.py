@@ -105,7 +105,7 @@ def rewrite(
                 _append(result, flag, str(value))
         else:
             raise UserInputError(
-                f"{flag} cannot follow {key}, which is not a single value: {value!r}",
+                f"{flag} needs a single value, but {key} is {value!r}",
                 where="arg_mappings",
                 hint=f"Map a setting inside {key} instead.",
             )

@@ -42,7 +42,8 @@ def split(config: Mapping[str, Any], *, where: str) -> tuple[dict[str, Any], dic
                 where=f"{where}: {key}",
                 hint="List train_micro_batch_size_per_gpu and gradient_accumulation_steps instead.",
             )
-        listed[key] = _distinct(whole_number(value, f"{where}: {key}") for value in values)
+        numbered = enumerate(values)
+        listed[key] = _distinct(whole_number(v, f"{where}: {key}[{n}]") for n, v in numbered)
         base[key] = listed[key][0]
     zero = base.get("zero_optimization")
     if zero == ALL_STAGES:
@@ -90,7 +91,8 @@ def _zero_values(key: str, value: Any, where: str) -> list[Any] | None:
     values = [value] if (key, value) == ("stage", ALL_STAGES) else _listed_values(value, where)
     if values is None:
         return _product(value, where) if isinstance(value, Mapping) else None
-    return [option for item in values for option in _options(key, item, where)]
+    numbered = enumerate(values)
+    return [option for n, item in numbered for option in _options(key, item, f"{where}[{n}]")]
 
 
 def _options(key: str, item: Any, where: str) -> list[Any]:
@@ -98,7 +100,7 @@ def _options(key: str, item: Any, where: str) -> list[Any]:
         return _product(item, where) or [dict(item)]
     if isinstance(item, list):
         raise UserInputError(
-            f"contains a list inside a list, {item!r}",
+            f"is a list inside a list: {item!r}",
             where=where,
             hint="Write one list of values.",
         )

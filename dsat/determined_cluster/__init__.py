@@ -7,6 +7,7 @@
     experiment,             tuner + engine, events in,     <----  report: searcher metric, log
     context                 operations out
 
-`submit`, `client` and `upload` run on your machine. `runner` and its imports run in the search
-runner's container, whose image needs only Determined. Both send requests through `master`.
+`submit`, `client` and `upload` run on your machine. `runner` and the modules that it imports run in
+the search runner's container, whose image needs only Determined. Both sides send requests through
+`master`.
 """

@@ -1,4 +1,4 @@
-"""Login to a master from your machine, and following a search to its end."""
+"""Log in to a master from your machine, and follow a search to its end."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_installed(master: str) -> None:
     if importlib.util.find_spec("determined") is None:
         problem = "determined is not installed, but tuning on a cluster needs it"
     elif importlib.util.find_spec("determined.searcher") is None:
-        problem = "the installed determined has no custom searchers (0.28 to 0.37 have)"
+        problem = "the installed determined has no custom searchers, unlike 0.28 to 0.37"
     else:
         return
     raise UserInputError(
@@ -58,8 +58,8 @@ def connect(address: str, say: Callable[[str], None]) -> Master:
         version = master.version()
     if version is not None and version >= FIRST_WITHOUT:
         raise UserInputError(
-            f"the master is Determined {'.'.join(map(str, version))}, and the custom "
-            "searches by which dsat tunes on a cluster are gone since 0.38",
+            f"the master is Determined {'.'.join(map(str, version))}, but dsat needs custom "
+            "searches, which Determined removed in 0.38",
             where=master.address,
             hint=LOCAL,
         )
@@ -101,7 +101,7 @@ def reason_of_failure(master: Master, runner_id: int) -> str:
 
 
 def end_search_of(master: Master, runner_id: int) -> int | None:
-    """End the trials' experiment of a runner that is gone; return its id, None if none runs."""
+    """End the trials' experiment of a runner that is gone; return its id, or None if none ran."""
     with explain_errors(master.address):
         found = master.find(search_tag(runner_id))
         state = "DELETED" if found is None else state_name(found.state)

@@ -1,7 +1,7 @@
 """Trials on the cluster: operations that start and end them, and outcomes from the master's events.
 
-The caller passes the master's events, and posts the operations. The only request to the master is
-for the log of a trial.
+The caller passes the master's events to the engine and posts the operations that it returns. The
+engine itself requests only logs of trials.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ CREATE, VALIDATE, CLOSE, SHUTDOWN = "createTrial", "trialOperation", "closeTrial
 COMPLETED, EXITED, CLOSED = "validationCompleted", "trialExitedEarly", "trialClosed"
 _BY_USER = ("EXITED_REASON_USER_CANCELED", "EXITED_REASON_USER_REQUESTED_STOP")
 _TIMEOUT = (
-    "no result within the time limit, which counts from the start on its slots. Does the script "
-    "hang, or load for long? Raise --trial-timeout?"
+    "no result within the time limit, which begins when the trial gets its slots. If the script "
+    "loads for long but does not hang, raise --trial-timeout"
 )
 
 
 class ClusterEngine:
-    """Engine that makes a custom searcher's operations, and outcomes from the master's events.
+    """Engine that makes operations of a custom searcher, and outcomes from the master's events.
 
     Args:
         runner_id: experiment of the search runner; part of the trials' request ids.
@@ -49,7 +49,7 @@ class ClusterEngine:
         self._running: dict[int, float] = {}  # launch times
         self._trial_by_request: dict[str, int] = {}
         self._overdue = set[int]()
-        self._device_name = ""  # of the first trial that reported its device
+        self._device_name = ""  # of the first trial that reported one
 
     @property
     def free_slots(self) -> int:
@@ -86,7 +86,7 @@ class ClusterEngine:
             self._comparable(outcome)
 
     def time_out(self, trial_id: int) -> bool:
-        """Count the end of a trial as a timeout; return False if it does not run any more."""
+        """Count the end of a trial as a timeout; return False if the trial has ended already."""
         is_running = trial_id in self._running
         self._overdue |= {trial_id} if is_running else set()
         return is_running

@@ -1,10 +1,10 @@
-"""Job of the search runner, and the configurations of its experiment and of those that it creates.
+"""Job of the search runner, and configurations of the runner's and of the trials' experiments.
 
 The job is a file in the context of the runner's experiment, and everyone who sees the experiment
-can read it. So it leaves out what may hold secrets in your configuration (environment variables,
-the pod's specification, credentials of the registry and the storage, `data`, `integrations`). The
-configuration of the runner's experiment keeps these. If `--search-runner-config` changes them
-there, the user's own values are kept below `data`.
+can read it. So the job lacks all parts of your configuration that may hold secrets (environment
+variables, the pod's specification, credentials of the registry and the storage, `data`,
+`integrations`). The configuration of the runner's experiment contains them. If
+`--search-runner-config` changes one, the user's own values are kept below its `data`.
 """
 
 from __future__ import annotations
@@ -206,10 +206,10 @@ def _labels(config: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _as_constants(hparams: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters in which mappings with a key `type` are constants.
+    """Return hyperparameters in which each mapping with a key `type` is declared a constant.
 
-    Otherwise the master would read them (optimizer, scheduler) as ranges, or refuse them. The
-    settings of DeepSpeed and dsat are single constants.
+    Otherwise the master would read such a mapping (optimizer, scheduler) as a range, or refuse it.
+    The settings of DeepSpeed and of dsat each become one constant.
     """
     return {name: _as_constant(value, name in _SETTINGS) for name, value in hparams.items()}
 

@@ -1,7 +1,7 @@
 """Requests to a Determined master, from your machine and from the search runner's container.
 
-Requests go through determined's client. It is imported in functions, because only tuning on a
-cluster requires it.
+Requests go through determined's client, which is imported in functions, because only tuning on a
+cluster needs it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _AWAY_LIMIT_S, _ERROR_LIMIT_S = 1800.0, 120.0
 _LONGEST_PAUSE_S = 30.0
 _INTERNAL_ERROR = 500
 _GATEWAY = (502, 503, 504)  # statuses of a proxy, whose answer is a web page
-_BUSY = (408, 429)  # of a proxy: the request took too long, or there were too many
+_BUSY = (408, 429)  # of a proxy: the request took too long, or too many came
 # JSON escapes an emoji as two surrogates, which YAML refuses.
 _SURROGATES = re.compile(r"\\ud[89ab]..\\ud[c-f]..")
 _OBJECT = re.compile(r"<[\w.]+ object at 0x[0-9a-f]+>:?\s*")
@@ -69,9 +69,9 @@ class Master:
         return None if found is None else (int(found[1]), int(found[2]))
 
     def ask(self, request: Callable[[], T]) -> T:
-        """Return a request's answer; repeat the request after an error, up to `retry_limit_s`.
+        """Return the answer to a request, which must be harmless if repeated.
 
-        The request must be harmless if it is repeated.
+        After an error, the request is repeated for up to `retry_limit_s(error)`.
         """
         waited_s: dict[str, float] = {}  # by problem
         pause_s = 1.0
@@ -120,8 +120,8 @@ class Master:
     ) -> int:
         """Find the experiment whose description begins with a tag, or create it; return its id.
 
-        This avoids a second experiment if a runner died before it saved the id, or if a connection
-        dropped.
+        This avoids a second experiment after a runner died before saving the id, or after a
+        connection dropped.
         """
 
         def attempt() -> int:
@@ -178,7 +178,7 @@ class Master:
             self.ask(lambda: self._api.post_KillExperiment(self.session, id=experiment_id))
 
     def cancel(self, experiment_id: int) -> None:
-        """Cancel an experiment; unlike after `kill`, its processes may end by themselves."""
+        """Cancel an experiment; unlike `kill`, this lets its processes end by themselves."""
         self.ask(lambda: self._api.post_CancelExperiment(self.session, id=experiment_id))
 
     def describe(self, experiment_id: int, text: str) -> None:
@@ -188,7 +188,7 @@ class Master:
         return self.ask(lambda: list(self._determined.get_experiment(experiment_id).iter_trials()))
 
     def running_trials(self, experiment_id: int) -> dict[tuple[int, int], int]:
-        """Return the ids of running trials, by number in the search and restarts; do not retry."""
+        """Return ids of running trials, by number in the search and of restarts; do not retry."""
         pages = self._read_paginated(
             lambda offset: self._api.get_GetExperimentTrials(
                 self.session, experimentId=experiment_id, offset=offset, limit=100
@@ -244,7 +244,7 @@ def is_ending(state: str) -> bool:
 
 @contextlib.contextmanager
 def silence_determined() -> Iterator[None]:
-    """Hide standard output, such as determined's progress bar, and warnings about its code."""
+    """Hide standard output, such as determined's progress bar, and warnings of its code."""
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)

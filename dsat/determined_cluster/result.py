@@ -1,7 +1,7 @@
 """Result of a search in the runner's log, in its experiment's description and in its metrics.
 
-Without access to the cluster's storage, a client can get the result only from the log. Lines of
-the log must be short, so the result is compressed and split.
+A client without access to the cluster's storage can read the result only from the log. Lines of the
+log must be short, so the result is compressed and split.
 """
 
 from __future__ import annotations

@@ -4,9 +4,11 @@
 
 It creates the `custom` experiment and answers its events until the search ends. Decisions are
 saved as a checkpoint before they are posted; the module `search` explains why nothing is lost or
-done twice if this process dies. determined's `RemoteSearchRunner` is not used: it pickles the last
-operations and would post them again for another event after a restart; it ends at the first failed
-request; and it cannot read that a user canceled a trial.
+done twice if this process dies.
+
+determined's `RemoteSearchRunner` is not used. It pickles the last operations, and after a restart
+posts them as the answer to another event; it ends at the first failed request; and it does not
+notice that a user canceled a trial.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ from dsat.values.files import write_atomically
 from dsat.values.trial import Trial
 
 _EXPERIMENT_FILE = "experiment.json"
-_BETWEEN_POLLS_S = 0.1  # short, because a trial that has reported waits for the answer
+_BETWEEN_POLLS_S = 0.1  # short, because a trial that has reported waits for operations
 _WHILE_PAUSED_S = 1.0
 _WITHOUT_PROGRESS = ("initialOperations", "trialCreated")
 
@@ -59,8 +61,10 @@ class Runner:
     """Runner of one search, driven by the master's events.
 
     Args:
-        runner_id, folder: the runner's own experiment, and the folder with its files.
-        operation: searcher operation of the runner's experiment, which shows progress.
+        runner_id: id of the runner's own experiment.
+        folder: folder with the files of that experiment.
+        context: determined's `core.Context`.
+        operation: searcher operation of that experiment, which shows progress.
     """
 
     def __init__(self, job: Job, runner_id: int, folder: Path, context: Any, operation: Any):
@@ -131,10 +135,9 @@ class Runner:
         return answer.searcherEvents or []
 
     def _next_events(self) -> Sequence[Any]:
-        """Return the events that a long poll brings.
+        """Wait for events and return them; meanwhile, kill trials that are over the time limit.
 
-        Raises Preempted on pause and cancellation, without waiting for the events. Meanwhile it
-        kills trials that are over the time limit.
+        Raises Preempted at once if the runner is paused or canceled.
         """
 
         def check() -> None:
@@ -168,7 +171,7 @@ class Runner:
             closes = any(CLOSE in operation for operation in operations)
             if closes and "could not be found" in str(error):
                 return  # the trial ended by itself before it could be closed
-            # An event that the master no longer sends was answered, by this or an earlier attempt.
+            # If the master no longer sends the event, this or an earlier attempt has answered it.
             if any(each.id == event.id for each in self._events()):
                 raise
 
@@ -243,7 +246,7 @@ class Runner:
             self._print_result(canceled=True)
 
     def conclude(self) -> None:
-        """End because the trials' experiment has ended."""
+        """Print why the search ended, and report its result."""
         if self._search.over:
             say(f"ended: {self._run.stop_reason}")
         else:

@@ -6,9 +6,9 @@ is handled and before its operations are posted. Therefore:
 
 - Death before the state is saved: no operation of the event was posted. The master sends the event
   again, and the search decides again.
-- Death between saving and posting: the master sends the event again although its decisions are in
-  the journal. The journal also holds the answer, by the event's number: the same event gets the
-  same operations with the same request ids.
+- Death between saving and posting: the master sends the event again. The journal holds the
+  decisions and, by the event's number, the answer: the event gets the same operations with the same
+  request ids.
 - Death after posting: the master does not send the event again.
 - An event that changes nothing has no answer in the journal. Handling it again changes nothing.
 - A second report on a trial that has ended, and events of other searches' trials, change nothing.

@@ -1,4 +1,4 @@
-"""Preparation of a search on your machine, its submission to a Determined cluster, its results."""
+"""Prepare a search on your machine, submit it to a Determined cluster, and fetch its results."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ class Submission:
     """A checked search, ready to be submitted to the master.
 
     Attributes:
-        files: files and folders in the trials' folder, by relative path.
-        package_folders: folders of `files` that also get this package.
+        files: sources of the files and folders in the trials' folder, by relative path there.
+        size_bytes: size of the upload.
+        package_folders: folders of `files` into which this package is also copied.
     """
 
     choice: Choice
@@ -150,7 +151,7 @@ def select_place(settings: Settings) -> Choice:
         for switch in getattr(settings, name):
             if is_switch(switch) and not is_set_by_script(switch):
                 raise UserInputError(
-                    f"{switch} cannot be set by a script, as trials on a cluster need",
+                    f"trials on a cluster set switches in the script, which cannot set {switch}",
                     where=settings.name_of(name),
                     hint=hint,
                 )

@@ -45,7 +45,7 @@ def from_metric(metric: Any) -> Outcome:
 def from_log(messages: Sequence[str], *, failed: bool) -> Outcome:
     """Return the outcome of a trial that reported no metric, from its log.
 
-    `failed` says whether the master reports a failure; if not, the script may just have ended.
+    `failed` is whether the master reports a failure; otherwise, the script may just have ended.
     """
     lines = [line for message in messages for line in _without_prefix(message)]
     plain = [line for line in lines if LOG_MARK not in line and ATTACHED_MARK not in line]
@@ -103,7 +103,7 @@ def _crash(
     """Return the outcome of a script that failed, from its log alone."""
     exception = _last_exception(plain)
     tail = "\n".join(_last_traceback(plain) or plain[-_TAIL_LINES:])
-    if reports and not exception:  # a launcher fails, for example, after ranks that ended
+    if reports and not exception:  # for example, a launcher failed after its ranks had ended
         ended = Outcome.from_json(reports[0])
         return replace(ended, detail=ended.detail or tail)
     if reports:

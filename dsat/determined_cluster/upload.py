@@ -142,8 +142,8 @@ def package_folders(program: Entrypoint, users: Collection[Path]) -> set[Path]:
 def _imports(source: Path) -> set[str] | None:
     """Return the modules that a source imports, and the imported names with their modules.
 
-    None if it does not parse, for example because it is for another version of Python. A source
-    without the word `dsat` is not parsed, which would take long for many files.
+    None if it does not parse, for example because it is for another version of Python. To save
+    time, a source without the word `dsat` is not parsed, and its result is empty.
     """
     text = source.read_bytes()
     if PACKAGE_FOLDER.encode() not in text:
@@ -210,7 +210,7 @@ def _package() -> dict[Path, Path]:
 
 
 def _walk(root: Path, prefix: Path, ignore: Ignore) -> Iterator[tuple[Path, Path]]:
-    """Yield the files and folders below a folder, which may be empty, with their targets."""
+    """Yield target and source of all files and folders below a folder, also of empty folders."""
     for parent, folders, names in os.walk(root):
         here = Path(parent)
         target = prefix / here.relative_to(root)

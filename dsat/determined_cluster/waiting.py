@@ -14,7 +14,7 @@ from dsat.values import format as fmt
 
 T = TypeVar("T")
 
-_LONGEST_POLL_S = 180.0  # a master answers within 60 s, but never if its host lost its power
+_LONGEST_POLL_S = 180.0  # a master answers within 60 s, but never if its host lost power
 _ASK_EVERY_S = 5.0
 _LIST_EVERY_S = 30.0
 _START_S = 60.0  # most time from a trial's start to its script's first call of dsat
@@ -37,8 +37,8 @@ def long_poll(
 
     Args:
         check: called every `every_s`; raises an exception to abandon the request.
-        is_idle: whether the experiment is paused or ended. A request that waits does not return
-            for this, so a new one is made.
+        is_idle: whether the experiment is paused or ended. The master does not answer a waiting
+            request because of this, so a new request is made.
     """
     poll, asked_s, was_idle = _in_background(ask), clock(), False
     while True:
@@ -114,7 +114,8 @@ class TimeLimit:
     A trial ends itself at the limit, but only once its script has called dsat.
 
     Args:
-        ask: returns the ids of running trials, by number in the search and restarts.
+        ask: returns ids of running trials, by number in the search and of restarts.
+        timeout_s: the user's limit; a trial may hold its slots for up to a minute more.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class TimeLimit:
         self._since_s: dict[tuple[int, int], float] = {}
 
     def overdue(self) -> dict[int, int]:
-        """Return the ids of trials over the limit, by number; ask only from time to time."""
+        """Return the ids of trials over the limit, by number in the search; list trials rarely."""
         now = self._clock()
         if now - self._asked_s < min(self._limit_s / 2, _LIST_EVERY_S):
             return {}

@@ -66,7 +66,7 @@ class RetryReason(enum.Enum):
     """Reasons to run a failed trial again; the values tell users how it then runs."""
 
     LOST = "it runs again elsewhere"  # a host was lost, or something else killed a rank
-    METHOD = "it runs again alone, and its ranks start in another way"
+    METHOD = "it runs again alone, with another method to start its ranks"
     SEGMENTS = "it runs again alone, without expandable segments of torch's allocator"
     ALONE = "it runs again alone"  # other trials ran, a device failed, or a port was taken
 

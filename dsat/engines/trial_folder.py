@@ -64,7 +64,7 @@ class CreatedFolders:
         self._names += read_created(folder)
 
     def remove_empty(self) -> None:
-        """Remove the empty folders, the innermost first; log once the outermost of the others."""
+        """Remove the empty folders, innermost first; log each outermost one that is not."""
         for name in sorted(self._names, reverse=True):
             with contextlib.suppress(OSError):  # it is not empty, a link, or gone
                 os.rmdir(name)

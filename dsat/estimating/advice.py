@@ -22,7 +22,7 @@ from dsat.values.zero_strategy import Strategy
 
 _STEP_TOKENS = 16_384  # of each device, in the compared steps
 _SIZE_TOLERANCE = 2**30  # bytes between the given memory and a GPU's
-# Of strategies within this factor of the fastest, the first that practitioners try is advised.
+# If several strategies are within this factor of the fastest, advise the first in the usual order.
 _CLOSE = 1.1
 
 
@@ -31,12 +31,11 @@ class Advice:
     """The advised strategy for a number of devices with the same memory.
 
     Attributes:
-        gpu: the GPU model whose speed is predicted; empty if speed is unknown. Then the strategy
-            is the first that practitioners try.
+        gpu: type of GPU whose speed is predicted; empty if speeds are unknown. The strategy is then
+            the first that practitioners try.
         needed: bytes that a device needs for a micro batch of 1.
-        other: strategy for comparison: the fastest, if the advised one is only about as fast; else
-            the first that practitioners try. None if that is the advised one, or if speed is
-            unknown.
+        other: strategy to compare with: the fastest, or else the first that practitioners try,
+            whichever is not the advised one; None if both are, or if speeds are unknown.
         speedup: predicted speed, relative to `other`.
     """
 
@@ -56,7 +55,7 @@ class Advice:
         size, needed = fmt.memory(self.memory_bytes), fmt.memory(self.needed)
         if not self.gpu:
             return (
-                f"{size}: {self.strategy.label} ({needed}), the first to try; its speed is unknown"
+                f"{size}: {self.strategy.label} ({needed}), the first to try (speeds are unknown)"
             )
         text = f"{size} ({self.gpu}): {self.strategy.label} ({needed})"
         if self.other is None:
@@ -105,7 +104,7 @@ def _best(
 
 
 def _usual_gpu(size: int) -> GpuModel | None:
-    """Return the fastest GPU model with about this memory; None if there is none."""
+    """Return the fastest type of GPU with about this memory; None if there is none."""
     known = [c for c in gpus.table().values() if abs(c.memory_bytes - size) < _SIZE_TOLERANCE]
     return max(known, key=lambda gpu: gpu.peak(2), default=None)
 
@@ -113,7 +112,7 @@ def _usual_gpu(size: int) -> GpuModel | None:
 def _sample_s(
     facts: ModelFacts, config: Mapping[str, Any], line: Line, size: int, length: int, gpu: GpuModel
 ) -> float:
-    """Predict the seconds per sample, in steps of about equally many samples for all strategies."""
+    """Predict the seconds per sample, in steps of about the same size for all strategies."""
     given = (config.get(key) for key in BATCH_KEYS[1:])
     own = math.prod(number for number in given if isinstance(number, int))
     batch = max(own, math.ceil(_STEP_TOKENS / length))

@@ -20,8 +20,8 @@ class Edge:
 
     Attributes:
         memory_bytes: memory of a device.
-        missing_bytes: bytes that each device lacks, with 5 % of the need to spare.
-        saved_bytes: saving by activation checkpointing; 0 if it is on, impossible or not predicted.
+        missing_bytes: bytes that each device lacks, including a margin of 5 % of the need.
+        saved_bytes: bytes that activation checkpointing would save; 0 if on, impossible or unknown.
     """
 
     slots: int
@@ -49,19 +49,20 @@ def describe(missing_bytes: int, saved_bytes: int) -> str:
 
 
 def missing(needed_bytes: int, memory_bytes: int) -> int:
-    """Return the bytes that a device lacks, with 5 % of the need to spare; negative if it fits."""
+    """Return the bytes that a device lacks, including a margin of 5 %; negative if none are."""
     return round(needed_bytes * UNCALIBRATED_MARGIN) - memory_bytes
 
 
 def nearly_fitting(
     lines: Sequence[Line], saved_bytes: Callable[[Line], int] = lambda line: 0
 ) -> list[Edge]:
-    """Return at most one strategy that nearly fits for each number of devices and size.
+    """Return the first strategy that nearly fits, for each number of devices and memory size.
 
-    It is the first of these in the usual order, if no strategy before it fits.
+    If a strategy before it fits, none is returned.
 
     Args:
-        saved_bytes: saving of a line by activation checkpointing.
+        lines: in the usual order of strategies.
+        saved_bytes: returns the bytes that activation checkpointing would save in a line.
     """
     found: dict[tuple[int, int], Edge | None] = {}
     for line in lines:

@@ -53,7 +53,7 @@ def fewest(
     host_memory: int | None = None,
     sizes: Sequence[int] = SIZES,
 ) -> list[Choice]:
-    """Return the fewest GPUs of each size without offloading, and with it if that needs fewer.
+    """Return the fewest GPUs of each size without offloading, and with it if fewer are then enough.
 
     Args:
         base: the user's DeepSpeed configuration.
@@ -112,5 +112,5 @@ def table(choices: Sequence[Choice]) -> list[str]:
     ]
     if not rows:
         most = f"{_MOST} GPUs of {fmt.memory(SIZES[-1])}"
-        return [f"No number of GPUs that divides your batch evenly is enough, up to {most}."]
+        return [f"No number of GPUs up to {most} is enough and divides your batch evenly."]
     return Table(heads, rows, numbers=[*heads[:2], *heads[3:]]).markdown()

@@ -42,13 +42,13 @@ class Fit:
         dtype: type of the parameters; None if a script decides it.
         slots, gpu_bytes: number of devices, and the memory of each.
         strategy, batch: from the user's configuration; without one, dsat's choice.
-        chosen: changes that dsat makes besides choosing a strategy, so that the model fits.
+        chosen: further changes by dsat, besides the strategy, that make the model fit.
         ways_out: remedies if no strategy fits; empty for the user's own configuration.
         needed_bytes: predicted peak of a device, without the CUDA context and NCCL.
         host_bytes: bytes that the ranks of a host need: to load the weights, or to train.
         saved_bytes: part of `host_bytes` that `"pin_memory": false` saves.
         host_limit: bytes of the host; None if unknown.
-        fits: whether the memory of devices and host suffices, with 5 % of the need to spare.
+        fits: whether the memory of devices and host suffices, with a margin of 5 %.
         largest: the largest micro batch that fits the devices; 0 if none does.
         saved_by_checkpointing: bytes of a device that activation checkpointing would save, if the
             user's own configuration was simulated and does not fit; else 0.
@@ -106,14 +106,15 @@ class Fit:
         """Return sentences on the memory of the host."""
         text = []
         if self.host_bytes:
-            of = "" if self.host_limit is None else f" of {_size(self.host_limit)}"
+            has = "" if self.host_limit is None else f" and has {_size(self.host_limit)}"
             ranks = fmt.count(host.ranks(self.slots), "rank")
-            text.append(f"The host needs {fmt.memory(self.host_bytes)}{of} for {ranks}.")
+            text.append(f"The host needs {fmt.memory(self.host_bytes)} for {ranks}{has}.")
         if self.host_limit is not None and not self.fits_host:
             lacking = edges.missing(self.host_bytes, self.host_limit)
             text.append(f"With 5 % to spare, the host lacks {fmt.memory(lacking)}.")
         if self.saved_bytes and (not self.fits_host or self.host_limit is None):
-            text.append(f'"pin_memory": false saves {fmt.memory(self.saved_bytes)} of it.')
+            saved = fmt.memory(self.saved_bytes)
+            text.append(f'"pin_memory": false saves {saved} of host memory.')
         return text
 
 
@@ -225,10 +226,10 @@ def _check(model: SimulatedModel, devices: EstimateSettings, candidate: _Candida
 def _candidates(model: SimulatedModel, devices: EstimateSettings) -> Iterator[_Candidate]:
     """Yield the candidates to check in turn if the user gives no configuration.
 
-    First come the strategies that fit by formula: those without offloading, with an offloaded
-    optimizer, and with offloaded parameters too; then the latter two in pageable host memory. Each
-    of these is tried as the model is and with activation checkpointing, the fastest first. If none
-    fits, the last is the strategy that lacks the least memory with everything that saves memory.
+    First come the strategies that fit by formula, in five groups: without offloading, with an
+    offloaded optimizer, with offloaded parameters too, and the last two in pageable host memory.
+    Each group is tried without changes and then with activation checkpointing, the fastest first.
+    Last comes the strategy that lacks the least memory with everything that saves memory.
     """
     [slots] = devices.slot_counts
     may_recompute = devices.activation_checkpointing is None
@@ -240,7 +241,8 @@ def _candidates(model: SimulatedModel, devices: EstimateSettings) -> Iterator[_C
         table = LineByLine(replace(model, config=config), devices, switches)
         return table, list(table.fastest_first())
 
-    ways = ((0, True), (1, True), (2, True), (1, False), (2, False))  # offloaded states, pins
+    # Number of offloaded states, and whether they are pinned.
+    ways = ((0, True), (1, True), (2, True), (1, False), (2, False))
     recomputing = (False, True)[: 1 + may_recompute]
     for (offloaded, pins), recomputes in itertools.product(ways, recomputing):
         config = model.config if pins else _unpinned(model.config)
@@ -280,7 +282,7 @@ def _ways_out(model: SimulatedModel, devices: EstimateSettings) -> tuple[str, ..
     if is_off:
         ways.append("activation checkpointing")
     table = LineByLine(replace(model, config=config), devices, switches)
-    # A device needs as much with offloading to NVMe, which DeepSpeed supports in stage 3 only.
+    # A device needs as much memory as with offloading to the CPU, but only stage 3 supports NVMe.
     of_stage_3 = [each for each in table.lines() if each.strategy.stage == 3]
     if any(s.strategy.offloads and edges.missing(s.needed, gpu_bytes) <= 0 for s in of_stage_3):
         ways.append('offloading to NVMe ("device": "nvme" in --ds-config)')
@@ -291,7 +293,7 @@ def _ways_out(model: SimulatedModel, devices: EstimateSettings) -> tuple[str, ..
 
 
 def _fits_with(devices: EstimateSettings) -> bool:
-    """Return whether any strategy fits by formula, with all that saves memory and is allowed."""
+    """Return whether any strategy fits by formula with everything that may save memory."""
     recomputes = devices.activation_checkpointing or "on"
     with (
         contextlib.suppress(DsatError),  # for example, the model has no linear layers

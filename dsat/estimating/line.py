@@ -23,6 +23,7 @@ class Line:
         largest: by memory of a device, the largest micro batch; 0 if none fits device and host.
         longest: by memory of a device, tokens of the longest sequence at micro batch 1; empty if
             samples are not sequences, or if memory grows with the square of their length.
+        fits_host: whether the host has enough memory for `host`; True if its memory is unknown.
     """
 
     strategy: Strategy
@@ -33,6 +34,7 @@ class Line:
     saved: int
     largest: Mapping[int, int]
     longest: Mapping[int, int]
+    fits_host: bool = True
 
     def to_json(self) -> dict[str, Any]:
         return {

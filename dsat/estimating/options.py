@@ -45,8 +45,8 @@ class EstimateSettings(ModelSettings):
 
     Attributes:
         host_memory: bytes of a host, which has up to 8 devices; None if unknown.
-        fits: number of devices, bytes of each, and bytes of a host or None; None for tables of all
-            strategies.
+        fits: number of devices, bytes of each, and bytes of a host (None if unknown) to compare
+            with; if None as a whole, print tables of all strategies.
     """
 
     summary: ClassVar[str] = (
@@ -70,7 +70,7 @@ class EstimateSettings(ModelSettings):
     host_memory: int | None = option(
         "--host-memory",
         kind=MEMORY_SIZE,
-        help="memory of a host, which has up to 8 devices: what needs more does not fit",
+        help="memory of a host of up to 8 devices; a strategy that needs more does not fit",
     )
     formula: bool = option(
         "--formula", help="answer by formula, at once: usually within 6 %% of the simulation"
@@ -79,8 +79,8 @@ class EstimateSettings(ModelSettings):
         "--exact",
         excludes=("--formula",),
         shell_only=True,
-        help="end with exit status 1 if all lines are by formula because no simulation worked, for "
-        "scripts that need exact numbers (default: status 0)",
+        help="for scripts that need exact numbers: end with exit status 1 instead of 0 if every "
+        "simulation failed, so that all lines are by formula",
     )
     fits: tuple[int, int, int | None] | None = option(
         "--fits",

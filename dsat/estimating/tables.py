@@ -82,9 +82,9 @@ class Estimate:
             f"{tokens}"
         ]
         for slots in dict.fromkeys(line.slots for line in lines):
-            text += ["", f"{fmt.count(slots, 'GPU')}:", ""]
-            text += _table([line for line in lines if line.slots == slots]).markdown()
-            text += _advice([each for each in self.advice if each.slots == slots])
+            own = [line for line in lines if line.slots == slots]
+            text += ["", f"{fmt.count(slots, 'GPU')}:", "", *_table(own).markdown()]
+            text += _advice([each for each in self.advice if each.slots == slots], own)
             text += [f"- {each}" for each in self.edges if each.slots == slots]
         methods = " and ".join(dict.fromkeys(METHODS[line.estimate.source] for line in lines))
         text += [
@@ -111,7 +111,7 @@ class LineByLine:
     ) -> None:
         self._model, self._settings = model, settings
         self._length = model.simulator.script.sequence_length
-        with slow.logged(_log, "simulating the model", hint=_FASTER):
+        with slow.logged(_log, "counting the model's parameters and activations", hint=_FASTER):
             self._facts = model.simulator.facts(model.config, switches)
         self._strategies = compared(model.config)
         self._asked = [
@@ -128,7 +128,7 @@ class LineByLine:
         return f"{self._simulated} of {len(self._asked)} lines are simulated"
 
     def simulate(self) -> Iterator[int]:
-        """Simulate the lines, the likely advice first; simulate none if `--formula` suffices.
+        """Simulate the lines, the likely advice first; do nothing if `--formula` suffices.
 
         Yields:
             The number of devices of each line, once it is simulated. Before the first line, the
@@ -149,7 +149,7 @@ class LineByLine:
                 yield asked[number].slots
 
     def _order(self) -> list[int]:
-        """Return the order of lines: by number of devices, then advised ones and neighbours first.
+        """Order lines by number of devices; for each, advised strategies and neighbours come first.
 
         Neighbours of a strategy are the ones before and after it in the usual order.
         """
@@ -192,7 +192,7 @@ class LineByLine:
         self, basis: Basis, strategy: Strategy, asked: Question, found: MemoryEstimate
     ) -> Line:
         config, slots, facts = asked.config, asked.slots, self._facts
-        largest, longest, host_bytes = {}, {}, 0
+        largest, longest, host_bytes, has_room = {}, {}, 0, True
         for size in self._settings.slot_memories:
             model = MemoryModel(basis, slots=slots, limit_bytes=size, on_device=True)
             shape = model.shape(config, {})
@@ -208,7 +208,7 @@ class LineByLine:
                 longest[size] = min(tokens, script.model_takes or tokens)
         needed = needed_bytes(basis, config, slots)
         saved = host.saved_without_pinning(facts, config, slots=slots)
-        return Line(strategy, slots, found, needed, host_bytes, saved, largest, longest)
+        return Line(strategy, slots, found, needed, host_bytes, saved, largest, longest, has_room)
 
     def estimate(self) -> Estimate:
         """Return the current tables with advice, edges and fewest GPUs."""
@@ -276,7 +276,7 @@ def estimate(settings: EstimateSettings) -> Estimate:
 
 
 def needs_simulation(config: Mapping[str, Any]) -> bool:
-    """Return whether the formulas, for Adam and AdamW, do not cover the optimizer."""
+    """Return whether the optimizer is neither Adam nor AdamW, which the formulas cover."""
     kind = str((config.get("optimizer") or {}).get("type", "Adam"))
     return kind.lower() not in ("adam", "adamw")
 
@@ -291,14 +291,14 @@ def needed_bytes(basis: Basis, config: Mapping[str, Any], slots: int) -> int:
 
 
 def _pinning(lines: Sequence[Line]) -> list[str]:
-    """Return a sentence on the largest saving by pageable memory, if one is large."""
+    """Return a sentence on the most memory that `"pin_memory": false` saves, if it is much."""
     saved = [line for line in lines if line.saved > _MUCH * line.host]
     if not saved:
         return []
     most = max(saved, key=lambda line: line.saved)
     return [
-        f'"pin_memory": false saves up to {fmt.memory(most.saved)} of a host '
-        f"({most.strategy.label} on {most.slots}), at the cost of slower copies."
+        f'"pin_memory": false saves up to {fmt.memory(most.saved)} of host memory '
+        f"({most.strategy.label}, {fmt.count(most.slots, 'GPU')}), but slows copies down."
     ]
 
 
@@ -313,6 +313,10 @@ def _failures(lines: Sequence[Line]) -> list[str]:
         f"By formula, because the simulation failed: {', '.join(named)} GPUs: {reason}"
         for reason, named in reasons.items()
     ]
+
+
+def _fits_device(line: Line) -> bool:
+    return any(edges.missing(line.needed, size) <= 0 for size in line.largest)
 
 
 def _table(lines: Sequence[Line]) -> Table:
@@ -334,8 +338,12 @@ def _table(lines: Sequence[Line]) -> Table:
     return Table(heads, rows, numbers=heads[1:])
 
 
-def _advice(advice: Sequence[Advice]) -> list[str]:
+def _advice(advice: Sequence[Advice], lines: Sequence[Line]) -> list[str]:
     if not advice:
-        return ["", "No strategy fits."]
+        too_much = [line.host for line in lines if not line.fits_host and _fits_device(line)]
+        if too_much:
+            least = fmt.memory(min(too_much))
+            return ["", f"No strategy fits the host: those that fit the GPUs need {least} or more."]
+        return ["", "No strategy fits these GPUs."]
     heading = "Fastest strategy that fits, with its memory at micro batch 1:"
     return ["", heading, *(f"- {each}" for each in advice)]

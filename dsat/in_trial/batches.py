@@ -55,8 +55,8 @@ TOO_FEW = (
 OWN_ACCUMULATION = (
     "each optimizer step of the script takes {k} times as many micro batches as "
     "gradient_accumulation_steps, so the global batch is {k} times train_batch_size. To let dsat "
-    "tune accumulation, {advice}. Change nothing if these are parts of one batch, such as real and "
-    "generated samples"
+    "tune accumulation, {advice}. Change nothing if these micro batches are parts of one batch, "
+    "such as real and generated samples"
 )
 STEP_ALWAYS = (
     "set gradient_accumulation_steps to their number, call engine.step() after every micro batch, "

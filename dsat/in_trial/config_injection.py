@@ -21,8 +21,8 @@ _BY_ARGUMENT = ("config", "config_params")
 _BY_ATTRIBUTE = "deepspeed_config"
 SEVERAL_ENGINES = (
     "the script trains several engines. Throughput and latency cover the whole training loop, and "
-    "all other figures only the first engine. An engine with a different configuration keeps it; "
-    "only its batch sizes follow the trial, if they equal those of the first engine"
+    "all other figures only the first engine. Trials do not change an engine with a configuration "
+    "of its own, except for batch sizes that equal those of the first engine"
 )
 
 

@@ -28,7 +28,7 @@ def report_unmeasured(folder: Path, error: BaseException) -> None:
 
 
 def report_exit(folder: Path) -> None:
-    """Report that the script itself, not a launcher, ended with `sys.exit` and an error."""
+    """Report an error if the script itself, not a launcher, ended with `sys.exit` and one."""
     if TRIAL.exit is not None and TRIAL.exit.has_failed and TRIAL.exit.place:
         report_unmeasured(folder, TRIAL.exit.error)
 

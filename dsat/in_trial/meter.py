@@ -233,8 +233,8 @@ class Meter:
         if self._other_steps > _TIMES_AS_LONG * self.spec.options.end_step * self.spec.gas:
             steps = count(self.steps_seen, "optimizer step")
             raise InvalidTrial(
-                f"the engine that trains first ended after {steps}, and another one continues. "
-                "dsat measures the first one: skip that short training in the command for dsat"
+                f"the script's first engine stopped after {steps}, and another engine trains on. "
+                "dsat measures the first: change the command so that it skips this short training"
             )
 
     def _take(self, marks: StepMarks, skipped: bool) -> None:

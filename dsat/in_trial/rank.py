@@ -142,10 +142,11 @@ class Rank:
             install.adapt_models()
         elif spec.meter is not None and spec.threads is not None and not spec.own:
             limit_to_host()
-        # With --model, the script is a module of dsat.
-        program = "the model" if spec.program.module.startswith("dsat.") else "your script"
-        program = "your command" if spec.is_command else program
-        TRIAL.progress.set_activity(f"{program} runs, up to its first optimizer step")
+        program = "your command" if spec.is_command else "your script"
+        activity = f"{program} runs, up to its first optimizer step"
+        if spec.program.module.startswith("dsat."):  # with --model
+            activity = "building the model on fake tensors, to count parameters and activations"
+        TRIAL.progress.set_activity(activity)
         self._known_modules, self._env = set(sys.modules), dict(os.environ)
 
     def _adapt_libraries(self) -> None:

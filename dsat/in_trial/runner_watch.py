@@ -131,7 +131,7 @@ def start(runner_id: int) -> RunnerWatch | None:
     try:
         ask = connect()
     except OSError as error:
-        _log.warning("the search runner cannot be watched: %s", error)
+        _log.warning("cannot check whether the search runner is still running: %s", error)
         return None
     watch = RunnerWatch(ask, runner_id, info.trial.experiment_id, info.trial.trial_id)
     threading.Thread(target=watch.run, name="runner-watch", daemon=True).start()

@@ -93,7 +93,7 @@ class ScriptSwitches:
             self.found.pop(ATTENTION, None)
             if targets.get(ATTENTION) is not None:
                 raise InvalidTrial(
-                    "Ulysses needs its own attention kernel, so it cannot be switched"
+                    "Ulysses needs its own attention kernel, so trials cannot change the kernel"
                 )
         if self._has_arguments:
             targets = {n: v for n, v in targets.items() if n not in (CHECKPOINTING, LIGER)}
@@ -107,7 +107,7 @@ class ScriptSwitches:
             for name in targets:  # in the same order on all ranks
                 if known.field_of(name) and name not in (CHECKPOINTING, COMPILE, LIGER):
                     raise InvalidTrial(
-                        f"{name} is a field of TrainingArguments, and the script makes none"
+                        f"{name} is a field of TrainingArguments, which the script does not use"
                     )
         switch_model(model, targets)
 

@@ -1,4 +1,4 @@
-"""Statistics of a trial's step times: mean, confidence interval, accidents of the host.
+"""Statistics of a trial's step times: mean, confidence interval, and outliers.
 
 Consecutive steps are not independent: a machine is slower for a while, and then faster. The
 interval models the steps as a first-order autoregressive process, and averages over the unknown

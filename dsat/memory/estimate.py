@@ -29,9 +29,9 @@ _MOST_MICRO_STEPS = 2  # all later micro steps of an optimizer step are like the
 def select_memory_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings on which memory depends.
 
-    If two configurations give the same result, they need the same memory at the same micro batch.
-    More than two accumulation steps become two. NVMe becomes the host, because both leave the same
-    state on the device.
+    If two configurations give the same result, they need the same device memory at the same micro
+    batch. More than two accumulation steps become two. NVMe becomes the host, because the device
+    keeps the same state with both.
     """
     total, micro, gas = BATCH_KEYS
     left_out = (total, micro, *_WITHOUT_MEMORY)

@@ -224,7 +224,7 @@ class Setup:
 
     @property
     def secondary_bytes(self) -> float:
-        """Bytes of a slot's part of a secondary copy of the parameters, in stage 3."""
+        """Bytes per slot of the secondary copy of the parameters (hpZ) in stage 3; 0 without it."""
         whole = self.model_bytes * self.facts.num_params
         return whole / min(self.hpz, self.slots) if self.hpz > 1 else 0.0
 

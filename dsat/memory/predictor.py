@@ -304,7 +304,7 @@ class MemoryModel:
         return round(peak + self._calibration.added_bytes(micro_batch) + self._context_bytes)
 
     def fits(self, shape: Shape, micro_batch: int) -> bool:
-        """Return whether a trial is predicted to fit; if its shape is a guess, only on the host."""
+        """Return whether a trial should fit; if its shape is a guess, check only host memory."""
         if not self.fits_host(shape):
             return False
         if shape.is_guess:

@@ -134,14 +134,17 @@ def _interpreter_of(script: Path) -> list[str]:
 def _check_reach(command: Sequence[str], env: Mapping[str, str]) -> None:
     """Raise UserInputError if a command starts the training where dsat cannot see it."""
     name = Path(command[0]).name
-    where, hint = name, _ELSEWHERE.get(name, "")
-    if name == "srun" and (where := _clears(command[1:], env)):
-        hint = "Write --export=ALL, followed by your own variables."
-    if hint:
+    if hint := _ELSEWHERE.get(name, ""):
         raise UserInputError(
             "starts the training where dsat can neither measure it nor protect your files",
-            where=where,
+            where=name,
             hint=hint,
+        )
+    if name == "srun" and (setting := _clears(command[1:], env)):
+        raise UserInputError(
+            "hides dsat's variables, so dsat can neither measure it nor protect your files",
+            where=setting,
+            hint="Write --export=ALL,NAME=VALUE with your own variables.",
         )
 
 

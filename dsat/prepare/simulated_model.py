@@ -156,7 +156,7 @@ def _read_source(settings: ModelSettings) -> Source:
     source = source.run_to_training(_TIMEOUT_S) if source.unknown else source
     if source.program.needs_command:
         raise UserInputError(
-            "cannot be simulated, because its ranks cannot be started by themselves: "
+            "cannot be simulated, because dsat cannot start its ranks itself: "
             f"{source.program.needs_command}",
             where="command",
             hint="Give a script that torchrun, deepspeed or python3 starts, or use --model.",

@@ -184,7 +184,7 @@ def refuse_in_trial() -> None:
     of_cluster = ds_config.DSAT_TRIAL_KEY in (hparams_of_this_task() or {})
     if of_cluster or TRIAL_VARIABLE in os.environ:
         raise UserInputError(
-            "is called inside a trial, because the training script reaches this call too",
+            "was called inside a trial: the training script itself calls dsat",
             where="dsat",
             hint="Call dsat from a separate file. If the training script imports that file, put "
             'the call below `if __name__ == "__main__":`.',
@@ -345,8 +345,8 @@ def _describe_program(program: Entrypoint) -> str:
     ranks = f"{program.slots} ranks" if program.slots != 1 else "1 rank"
     if program.needs_command:
         return (
-            f"Your command starts {ranks}. Each trial runs the whole command, because its ranks "
-            f"cannot be started by themselves: {program.needs_command}"
+            f"Your command starts {ranks}. Each trial runs the whole command, because dsat cannot "
+            f"start its ranks itself: {program.needs_command}"
         )
     words = [program.script] if program.script else ["-m", program.module]
     shown = shlex.join(["python", *words, *program.args])

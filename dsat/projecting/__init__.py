@@ -1,1 +1,1 @@
-"""`dsat project`: throughput, scaling, time and cost on GPUs of a named model."""
+"""`dsat project`: throughput, scaling, time and cost on a given type of GPU."""

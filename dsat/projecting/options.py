@@ -21,7 +21,7 @@ from dsat.prepare.target import ModelSettings
 
 
 def _gpus_of_model(value: str) -> tuple[int, str]:
-    """Parse `64xH100` into number and model of the GPUs."""
+    """Parse `64xH100` into the number of GPUs and the name of their type."""
     found = re.fullmatch(r"\s*([\d.+-]+)\s*[xX]\s*([^,;+]+)", WORD.read(value))
     if found is None:
         raise ValueError(f"invalid GPUs {value!r}: write, for example, 64xH100")
@@ -33,7 +33,7 @@ GPUS_OF_MODEL = Kind(_gpus_of_model, metavar="NxGPU")
 
 @dataclass(frozen=True, kw_only=True)
 class ProjectSettings(ModelSettings):
-    """Settings of `dsat project`; `to` is the number and the model of the GPUs."""
+    """Settings of `dsat project`; `to` is the number of the GPUs, and their type by name."""
 
     summary: ClassVar[str] = "predict throughput, scaling, time and cost on N GPUs of a named model"
     to: tuple[int, str] = option(

@@ -29,9 +29,9 @@ class Row:
 
     Attributes:
         gas: accumulation steps.
-        memory_bytes: predicted peak of a GPU.
-        fits: whether a GPU has this memory and 5 % more.
-        mfu: FLOP/s of the model, without recomputation, divided by the GPUs' peak.
+        memory_bytes: predicted peak memory of a GPU.
+        fits: whether a GPU has at least 5 % more memory than this.
+        mfu: FLOP/s of the model, without recomputation, divided by the peak FLOP/s of all GPUs.
     """
 
     strategy: Strategy
@@ -74,18 +74,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Projection:
-    """Predicted training on GPUs of one model.
+    """Predicted training on one type of GPU.
 
     Attributes:
         name: name of the experiment, the script or the model.
         count: number of GPUs that the user asks about.
-        network_bandwidth: bytes/s of a GPU to other hosts.
-        parameters, trained: number of all parameters, and of the trained ones.
+        network_bandwidth: bytes/s between a GPU and other hosts.
+        parameters, trained: numbers of all parameters and of trained parameters.
         sequence_length: tokens of a sample; None if samples are not sequences.
         recomputes: activation checkpointing, `on` or `off`; None if the script decides it.
-        own: the user's configuration on each number of GPUs; empty without one.
+        own: the user's configuration on each number of GPUs; empty if the user gave none.
         best: the fastest strategies that fit, by number of GPUs; absent where none fits.
-        failures: why strategies could not be simulated, by their labels.
+        failures: why strategies could not be simulated, by the label of the strategy.
         calibrated_by: number of measured trials that corrected the projection.
         tokens: number of tokens of the whole training; None if not given.
         price: price of a GPU-hour; None if not given.
@@ -166,7 +166,7 @@ def _asked(shown: Projection) -> tuple[Row, ...]:
 
 
 def summary(shown: Projection) -> str:
-    """Return a line on the model and the GPUs, with time and cost, or that nothing fits."""
+    """Return a paragraph on model and GPUs, with time and cost or a remark that nothing fits."""
     gpu, gpus = shown.gpu, fmt.count(shown.count, "GPU")
     trained = f" ({shown.trained:,} trained)" if shown.trained < shown.parameters else ""
     in_type = f" in {shown.dtype}" if shown.dtype else ""
@@ -188,7 +188,7 @@ def summary(shown: Projection) -> str:
 
 
 def comparison(shown: Projection) -> list[str]:
-    """Return what all strategies have in common, and why the first beats the second."""
+    """Return what all strategies have in common, and why the first is faster than the second."""
     asked = _asked(shown)
     if not asked:
         return []
@@ -206,23 +206,24 @@ def comparison(shown: Projection) -> list[str]:
 
 
 def _why(first: Row, second: Row) -> str:
-    """Return which part of the step makes the first strategy faster than the second."""
+    """Return a sentence on the part of the step that makes the first strategy faster."""
     saved_s = second.time.seconds - first.time.seconds
     names = f"{first.strategy.label} and {second.strategy.label}"
     if saved_s <= _NEARLY_SAME * second.time.seconds:
-        return f"{names} are about as fast: the lower stage is first."
+        return f"{names} are about equally fast, so the lower stage comes first."
     parts = {name: second.time.parts[name] - s for name, s in first.time.parts.items()}
     most = max(parts, key=parts.__getitem__)
     text = (
-        f"{first.strategy.label} beats {second.strategy.label} by {1000 * saved_s:.0f} ms of a step"
+        f"A step with {first.strategy.label} takes {_number(1000 * saved_s)} ms less than with "
+        f"{second.strategy.label}"
     )
-    lost_s = parts[most] - saved_s
+    part, lost_s = f"the part `{most}` takes", parts[most] - saved_s
     if 1000 * lost_s >= 0.5:
         return (
-            f"{text}: {1000 * parts[most]:.0f} ms less in {most}, "
-            f"{1000 * lost_s:.0f} ms more in the other parts."
+            f"{text}: {part} {_number(1000 * parts[most])} ms less, and the other parts together "
+            f"{_number(1000 * lost_s)} ms more."
         )
-    return f"{text}, {1000 * parts[most]:.0f} ms of them in {most}."
+    return f"{text}; {part} {_number(1000 * parts[most])} ms less."
 
 
 def _training(shown: Projection, row: Row) -> list[str]:
@@ -275,7 +276,7 @@ def _notes(shown: Projection) -> list[str]:
     sources = "the table of GPUs alone; measured trials (`--from RUN`) would narrow them"
     if shown.calibrated_by:
         sources = f"{fmt.count(shown.calibrated_by, 'measured trial')} and the table of GPUs"
-    text.append(f"Intervals cover 90 %. Source: {sources}.")
+    text.append(f"Intervals cover 90 %. They come from {sources}.")
     return [*text, f"Not modelled: {NOT_MODELLED}."]
 
 

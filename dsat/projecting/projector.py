@@ -1,7 +1,7 @@
-"""`dsat project`: predict the speed and memory of a training on GPUs of a named model.
+"""`dsat project`: predict the speed and memory of a training on a given type of GPU.
 
-One simulated step of each strategy gives its kernels and collectives. Their seconds follow from the
-table of GPUs (`dsat.search.gpus`) and the search's physical model (`dsat.search.step_time`).
+One simulated step of each strategy shows which kernels and collectives run. The table of GPUs
+(`dsat.search.gpus`) and the search's physical model (`dsat.search.step_time`) give their durations.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from dsat.values.trial import Trial, TrialKind
 from dsat.values.zero_strategy import Strategy, read_strategy
 
 _LARGEST_MICRO_BATCH = 512
-# A run is of the same model if its parameters differ by less than this fraction, and the FLOPs of
-# its samples by less than this factor (samples of real data have many lengths).
+# A run trains the same model if the numbers of parameters differ by at most this fraction, and the
+# FLOPs of a sample by less than this factor (samples of real data have many lengths).
 _SAME_MODEL, _SAME_SAMPLES = 0.02, 1.5
 # Configurations with at least this fraction of the best throughput count as equally fast. Of
 # these, the smallest micro batch and the lowest stage come first.
@@ -45,7 +45,7 @@ _BEST = 3  # strategies to show for each number of GPUs
 
 
 def project(settings: ProjectSettings) -> Projection:
-    """Project the training of a script, or of a model's configuration, to GPUs of a named model.
+    """Predict the training of a script, or of a model's configuration, on a given type of GPU.
 
     Raises:
         UserInputError: the settings, the files or the run are wrong.
@@ -77,7 +77,7 @@ def project(settings: ProjectSettings) -> Projection:
 
 
 def gpu_of(past: PastRun) -> GpuModel:
-    """Return the GPU model that a run was measured on.
+    """Return the type of GPU on which a run was measured.
 
     Raises:
         UserInputError: it was measured on CPU cores, or on an unknown GPU.
@@ -91,10 +91,11 @@ def gpu_of(past: PastRun) -> GpuModel:
 
 
 def _batch_sizes(settings: ProjectSettings, config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the batch sizes that the user gave; `config` is the completed configuration.
+    """Return the batch sizes that the user gave.
 
-    A model's configuration is completed with a micro batch of 1, which the user did not choose.
-    `--train-batch-size` keeps the micro batch, or else the accumulation steps, if it is divisible.
+    With `--model`, `config` contains a micro batch of 1 that dsat added, so the user's own file is
+    read again. `--train-batch-size` replaces all sizes, except the first of micro batch and
+    accumulation steps that divides it.
     """
     if settings.model is not None:
         path = settings.ds_config
@@ -131,7 +132,7 @@ def _check_slots(traced: Traced, count: int) -> None:
 
 
 def measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metrics]]:
-    """Return strategy, trial and metrics of each trial that measured the model as it is now.
+    """Return strategy, trial and metrics of each trial whose model and switches are unchanged.
 
     Raises:
         UserInputError: the run has another model or sample length, or no such trial.
@@ -174,7 +175,7 @@ def measured(past: PastRun, traced: Traced) -> list[tuple[Strategy, Trial, Metri
 
 
 class Projector:
-    """Predictor of the speed of one traced model on GPUs of one kind."""
+    """Predictor of the speed of one traced model on one type of GPU."""
 
     def __init__(self, traced: Traced, gpu: GpuModel, network: float | None) -> None:
         self._traced, self._gpu, self._network = traced, gpu, network
@@ -259,7 +260,7 @@ class Projector:
         return tuple(sorted(found, key=order)[:_BEST])
 
     def row(self, strategy: Strategy, slots: int, micro_batch: int) -> Row | None:
-        """Project one configuration; None if not simulated, or if it cannot be divided."""
+        """Predict one configuration; None if not simulated, or not divisible by the GPUs."""
         traced = self._traced
         gas, parallelism = traced.gas(slots, micro_batch), traced.parallelism
         if strategy not in traced.traces or gas < 1 or slots % parallelism.shared:

@@ -1,7 +1,7 @@
-"""Predicted step times of traced configurations on GPUs of a model, with intervals.
+"""Predicted step times of traced configurations on one type of GPU, with intervals.
 
-The physical model (`dsat.search.step_time`) gets its terms from the table of GPUs. Measured
-trials, on the same GPUs or others, correct the terms and narrow the intervals.
+The terms of the physical model (`dsat.search.step_time`) come from the table of GPUs. Measured
+trials, on the same or another type, correct the terms and narrow the intervals.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dsat.search.speed import Points, Posterior, Prior, fit
 from dsat.search.step_time import COLUMNS, FACTORS, Hardware
 from dsat.values.zero_strategy import Strategy
 
-# Standard deviations of a step's logarithmic time that the learned factors do not explain: of each
-# configuration, of the difference between two strategies, and between two kinds of GPUs.
+# Standard deviations of the logarithm of step time that the learned factors do not explain: for one
+# configuration, between two strategies, and between two types of GPU.
 _SD, _STRATEGY_SD, _OTHER_GPU_SD = 0.05, 0.03, 0.10
 _NORMAL_90 = 1.645
 # Columns of `step_time` that make up each part of a step; the rest is kernels and launches.
@@ -38,8 +38,8 @@ class StepTime:
     Attributes:
         seconds: duration of the step.
         low_s, high_s: ends of the 90 % interval.
-        parts: seconds by part: `kernels`, `launches` (time that the host takes longer than the
-            kernels), `communication` that nothing hides, `optimizer`, `copies`.
+        parts: seconds by part: `kernels`; `launches`, by which the host is slower than the kernels;
+            `communication` that no computation hides; `optimizer`; `copies`.
     """
 
     seconds: float
@@ -49,7 +49,7 @@ class StepTime:
 
 
 class ProjectedSpeed:
-    """Predictions for one GPU model.
+    """Predictions for one type of GPU.
 
     Args:
         hardware: speed of the GPU.
@@ -66,17 +66,17 @@ class ProjectedSpeed:
     def calibrated(
         self, measured_on: Hardware, points: Points, log_s: Array, error: Array
     ) -> ProjectedSpeed:
-        """Return predictions that are corrected by n trials.
+        """Return a copy whose predictions are corrected by n trials.
 
         Args:
             measured_on: the hardware of the trials.
             points: their configurations, made by the method `points`.
-            log_s: natural logarithms of the seconds of their steps, (n,).
+            log_s: natural logarithms of their step times in seconds, (n,).
             error: standard errors of `log_s`, (n,).
         """
         hardware = self._prior.hardware
         found = ProjectedSpeed(hardware, self._strategies)
-        # Only trials show what part of the peak the script reaches, so its prior is the search's.
+        # Only trials show what part of the peak the script reaches: use the search's prior for it.
         unknown = {**PRIORS, "compute": FACTORS["compute"]}
         there = replace(self._prior, hardware=measured_on, factors=unknown)
         posterior = fit(there, points, log_s, error)
@@ -103,7 +103,7 @@ class ProjectedSpeed:
         return StepTime(seconds, seconds / spread, seconds * spread, self._parts(points, seconds))
 
     def _parts(self, points: Points, seconds: float) -> dict[str, float]:
-        """Split a step's time into parts: what removing each part's columns in turn would save."""
+        """Split a step's time by removing the columns of one part after another."""
         left, before, parts = points, self._physical(points), {}
         scale = seconds / before
         for name, columns in _PARTS.items():

@@ -1,10 +1,10 @@
-"""Work of a simulated step on GPUs of a model, for the physical model of a step's time.
+"""Work of a simulated step on one type of GPU, as input of the physical model of step time.
 
-A roofline gives the time of kernels: FLOPs over the FLOP/s that the GPU reaches, or bytes over the
-bandwidth of its memory. The GPU's time of an empty kernel is added for a compute kernel, and is
-the minimum of any other. Collectives move bytes over links and wait for each hop
-(`Network`). The host launches kernels and runs the hooks of parameters; a step takes longer if the
-host is slower than the kernels.
+A roofline gives the time of a kernel: FLOPs over the FLOP/s that the GPU reaches, or bytes over the
+bandwidth of its memory. The time of an empty kernel is added to each compute kernel, and is the
+minimum of any other kernel. Collectives move bytes over links and wait for each hop (`Network`).
+The host launches kernels and runs the hooks of parameters; if this takes longer than the kernels,
+the step takes longer.
 
 Results have the columns of `dsat.search.step_time.work`, so that trials calibrate the same terms.
 """
@@ -50,7 +50,7 @@ _HOOKS_S = {0: (0.0, 0.0), 1: (0.0, 3.5e-5), 2: (0.0, 6e-5), 3: (5.3e-4, 4e-4)}
 _THREAD_BANDWIDTH, _HOST_PART = 3e9, 0.26
 
 # Mean and standard deviation of the logarithms of the learned factors before any measurement.
-# "compute" says how much slower than this roofline scripts are, in the fitted rows of
+# "compute", by how much scripts are slower than the roofline, is from the fitted rows of
 # benchmarks/projection.py.
 PRIORS = {
     "compute": (0.25, 0.18),
@@ -63,13 +63,13 @@ PRIORS = {
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts with GPUs of one model.
+    """Hosts with one type of GPU.
 
     Attributes:
         slots: number of all GPUs.
         per_host: GPUs of a host.
-        network_bandwidth: bytes/s of a GPU to other hosts.
-        threads: threads of a rank; 0 for its share of the host's cores, as in offloading trials.
+        network_bandwidth: bytes/s between a GPU and other hosts.
+        threads: threads of a rank; 0 for one on each core of its share of the host.
     """
 
     gpu: GpuModel
@@ -82,7 +82,7 @@ class Cluster:
     def of(
         cls, gpu: GpuModel, slots: int, network_bandwidth: float | None = None, threads: int = 0
     ) -> Cluster:
-        """Return a cluster of usual hosts; by default with their usual network."""
+        """Return a cluster of the GPU's usual hosts, by default with their usual network."""
         network = gpu.network_bandwidth if network_bandwidth is None else network_bandwidth
         return cls(gpu, slots, gpu.per_host, network, threads)
 
@@ -144,7 +144,7 @@ def work_of(
     stage: int,
     parallelism: Parallelism = DATA_ONLY,
 ) -> Array:
-    """Return the work of a configuration in the columns of `step_time`, (number of columns,).
+    """Return the work of a configuration, one value for each of `step_time.COLUMNS`.
 
     Args:
         trace: step of the configuration, `scaled` to the cluster's slots, at any micro batch.
@@ -152,7 +152,7 @@ def work_of(
         micro_batch: samples of a micro step.
         cluster: the cluster that runs the step.
         stage: ZeRO stage.
-        parallelism: division of samples, and so of the model's kernels, among slots.
+        parallelism: how slots share samples, and so the work of the model's kernels.
     """
     gpu, hardware, shared = cluster.gpu, hardware_of(cluster.gpu), parallelism.shared
     collectives = _at(trace, micro_batch, parallelism)
@@ -167,7 +167,7 @@ def work_of(
         collectives += [replace(group, last=False) for group in collectives]
     hooks_s = _hooks_s(kernels, stage) * trace.parameters
     hooks_s += _pair_s(stage) * trace.parameters**2
-    # Converts bytes of host work in the passes to bytes that the link moves in the same time.
+    # Factor from bytes of host work in the passes to bytes that the link moves in the same time.
     pcie_for_host = hardware.pcie_bandwidth / cluster.host_bandwidth
     once = {kind: _once(trace, kind) if every else 0.0 for kind in (MEMORY, HOST, TRANSFER)}
     found = {
@@ -224,19 +224,19 @@ def _kernel_s(kernel: Kernels, gpu: GpuModel) -> float:
 
 
 def _once(trace: StepTrace, kind: str) -> float:
-    """Bytes that the last micro step's passes move in addition to an earlier micro step's."""
+    """Return how many more bytes the passes of the last micro step move than those before it."""
     last, each = (trace.bytes_of(kind, _PASSES, last=of) for of in (True, False))
     return max(0.0, last - each)
 
 
 def _added_bytes(trace: StepTrace, model: ModelTrace, *, last: bool) -> float:
-    """Bytes that the engine moves in the passes in addition to the model's own kernels."""
+    """Return the bytes that the engine moves in the passes beyond those of the model's kernels."""
     of_model = sum(k.bytes * k.count for k in model.at(trace.micro_batch) if k.kind == MEMORY)
     return max(0.0, trace.bytes_of(MEMORY, _PASSES, last=last) - of_model)
 
 
 def _at(trace: StepTrace, micro_batch: int, parallelism: Parallelism) -> list[Collectives]:
-    """Return collectives for another micro batch: those that carry activations scale with it."""
+    """Return the collectives at another micro batch, which scales those that carry activations."""
     ratio = micro_batch / trace.micro_batch
 
     def carries_activations(group: Collectives) -> bool:

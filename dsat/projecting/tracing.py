@@ -43,7 +43,7 @@ class Traced:
         base: the user's DeepSpeed configuration.
         model: the passes of the model without DeepSpeed.
         traces: a step of each strategy, and its memory.
-        failures: why strategies could not be simulated, by their labels.
+        failures: why strategies could not be simulated, by the label of the strategy.
         sequence_length: tokens of a sample; None if samples are not sequences.
     """
 
@@ -85,9 +85,9 @@ class Traced:
     def global_batch(self, slots: int) -> int:
         """Return the samples of an optimizer step, the same for all strategies.
 
-        If the configuration has no batch sizes, each data-parallel group gets the smallest power of
-        two of samples that has 16,384 tokens for each of its slots; 32 samples for each slot if
-        they are not sequences.
+        Without batch sizes in the configuration, the samples of a data-parallel group are the
+        smallest power of two with at least 16,384 tokens for each slot, or 32 for each slot if
+        samples are not sequences.
         """
         total, *of_device = (self.base.get(key) for key in ds_config.BATCH_KEYS)
         if isinstance(total, int):
@@ -104,7 +104,7 @@ class Traced:
         return self.parallelism.data(slots) * each
 
     def gas(self, slots: int, micro_batch: int) -> int:
-        """Return the accumulation steps of the global batch; 0 if it is not divisible."""
+        """Return the accumulation steps of the global batch; 0 if there is no whole number."""
         groups = self.parallelism.data(slots) * micro_batch
         found, left = divmod(self.global_batch(slots), groups)
         return 0 if left else found
@@ -129,7 +129,7 @@ class Traced:
     def memory(
         self, strategy: Strategy, slots: int, micro_batch: int, gpu: GpuModel
     ) -> tuple[int, bool]:
-        """Return the predicted peak of a GPU in bytes, and whether it and 5 % more fit."""
+        """Return the predicted peak of a GPU in bytes, and whether that fits with 5 % to spare."""
         gas = {ds_config.BATCH_KEYS[2]: max(1, self.gas(slots, micro_batch))}
         model = MemoryModel(self._basis, slots=slots, limit_bytes=gpu.memory_bytes, on_device=True)
         shape = model.shape({**self.config(strategy, slots), **gas}, {})
@@ -157,7 +157,7 @@ def trace(
     base, simulator = simulated.config, simulated.simulator
     facts, model = simulator.traced_facts(base)
     found = Traced(base, facts, model, {}, {}, simulator.script.sequence_length)
-    # More slots than any group has, to distinguish its collectives from those of all ranks.
+    # Simulate more slots than any group has, so that collectives of groups and of all ranks differ.
     shared, group = found.parallelism.shared, ds_config.secondary_group(base)
     slots = shared * math.ceil(max(slots, _LEAST_TRACED, 2 * shared, 2 * group) / shared)
     strategies = list(dict.fromkeys(choose(found)))
@@ -190,13 +190,13 @@ def trace(
 
 
 def worthwhile(found: Traced, gpu: GpuModel, count: int, *, always: bool) -> list[Strategy]:
-    """Return the strategies that fit some number of GPUs, by formula; the user's own first.
+    """Return the strategies that fit by formula on some number of GPUs, the user's own first.
 
-    Strategies with offloading are slower: they are included only if no other fits `count` GPUs.
+    Offloading is slow, so strategies with it are included only if no other fits `count` GPUs.
 
     Args:
         count: the number of GPUs to project to.
-        always: whether to include the user's own strategy even if it fits no number of GPUs.
+        always: whether to include the user's own strategy even if it never fits.
     """
 
     def fits(each: Strategy, sizes: Sequence[int]) -> bool:

@@ -89,7 +89,7 @@ class SearchPhase:
         return Stop(f"the search proposed known configurations {_MOST_REPEATED} times in a row")
 
     def _checked(self, answer: Any) -> Proposal | Wait | Stop:
-        """Return the answer of a search as it would be read from a journal.
+        """Check a search's answer; return it as a journal would give it back.
 
         Raises:
             UserInputError: the answer is invalid.

@@ -206,10 +206,10 @@ class RandomSearch(ArmSearch):
         return arms.finish() if drawn is None else self._draw_near_middle(arms, drawn)
 
     def _draw_near_middle(self, arms: Arms, arm: Arm) -> Decision:
-        """Propose an open position, drawn around the middle.
+        """Propose an open micro batch of the arm, drawn near the middle of its range.
 
         A new arm starts above the best micro batch of its branch if possible, because all settings
-        should get a trial with a large micro batch.
+        should get a trial with a large one.
         """
         loss = self.problem.objective.loss
         known = arms.known.values()

@@ -58,7 +58,7 @@ class Feasibility:
 
     Args:
         count: number of strategies.
-        predicted: whether octaves refer to predictions; if not, they refer to upper bounds.
+        predicted: whether `Ended.octaves` are relative to predictions, not to upper bounds.
         on_device: whether devices have separate memory, which is easier to predict.
     """
 

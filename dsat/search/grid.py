@@ -43,12 +43,12 @@ class GridSearch(Search):
         "num_micro_batches": search_option(
             "--num-micro-batches",
             "go on to the next settings after N micro batches that ran: a small N compares more "
-            "settings (default: try all micro batches). The first is the largest power of two that "
-            "should fit, or the smallest divisor of a fixed --train-batch-size",
+            "settings (default: try all micro batches). The first micro batch is the largest power "
+            "of two that should fit, or the smallest divisor of a fixed --train-batch-size",
             kind=at_least(1),
         ),
         "early_stopping": early_stopping(
-            "leave a ZeRO stage after N trials without a better one in it"
+            "skip the rest of a ZeRO stage after N of its trials without a better one"
         ),
     }
 

@@ -332,7 +332,7 @@ class Terms:
         backward = kernels - forward
 
         def beside(communication: Array) -> Array:
-            """Return the time of a backward pass that hides communication but the last bucket's."""
+            """Return seconds of a backward pass hiding all but the last bucket's communication."""
             shown: Array = communication * self._unhidden
             return shown + _larger(backward, communication)
 

@@ -18,7 +18,7 @@ _LARGE_BUCKET = 1 / 16  # of a device's memory, as in dsat.run.strategies
 
 
 def blame_bucket(run: Run, trial: Trial) -> str:
-    """Return a clause on the memory of DeepSpeed's default bucket; empty if small or unused."""
+    """Return a clause on the memory of DeepSpeed's default bucket; empty if it takes little."""
     config, profile = run.plan.config(trial.overrides), run.profile
     zero = config.get("zero_optimization") or {}
     if profile is None or read_strategy(config).stage == 0 or zero.get(_BUCKET) is not None:
@@ -34,7 +34,7 @@ def blame_bucket(run: Run, trial: Trial) -> str:
 
 
 def advise_batch(run: Run) -> list[str]:
-    """Explain why the micro batch was not searched and how to change that; empty if it was."""
+    """Return why the micro batch was not searched, and how to search it; empty if it was."""
     plan = run.plan
     own = plan.own_batch
     fixed = next((each for each in run.outcomes.values() if each.fixed_batch), None)
@@ -47,8 +47,8 @@ def advise_batch(run: Run) -> list[str]:
     if fixed is not None and not flag:
         fed = fmt.count(fixed.fixed_batch or 0, "sample")
         advice = (
-            "Read it from engine.train_micro_batch_size_per_gpu(), or name the script's flag: "
-            f"{mapping}FLAG."
+            "Read the micro batch from engine.train_micro_batch_size_per_gpu(), or name the "
+            f"script's flag: {mapping}FLAG."
         )
         if fixed.batch_flag:
             advice = f"Add {mapping}{fixed.batch_flag}."
@@ -61,9 +61,9 @@ def advise_batch(run: Run) -> list[str]:
         ]
     if run.profiled is not None and keeps_micro_batch(plan, run.profiled):
         return [
-            "Micro batch: not searched, because the loss compares the samples of a micro batch "
-            f"with each other, so one other than {own.micro_batch} changes the training. "
-            "--train-batch-size any searches other micro batches."
+            f"Micro batch: kept at {own.micro_batch}, because the loss compares the samples of a "
+            "micro batch with each other: another size changes the training. "
+            "--train-batch-size any searches other sizes."
         ]
     if not free_batch.is_batch_minimal(plan):
         return []
@@ -118,14 +118,14 @@ def _scale_schedule(run: Run, ratio: float) -> list[str]:
     said = f"Schedule: to keep the number of samples, change {', '.join(scaled)}."
     if "total_num_steps" in lengths:  # HfTrainerDeepSpeedConfig.trainer_config_finalize
         said += (
-            " A Trainer with a number of epochs accepts only the total_num_steps that it computes, "
-            "which its error message shows."
+            " If the Trainer's length is a number of epochs, it accepts only the total_num_steps "
+            "that it computes itself. Its error message shows this number."
         )
     return [said]
 
 
 def advise_script(run: Run, best: Trial) -> list[str]:
-    """Return how to set the script's switches and flag for the best configuration."""
+    """Return what to set in the script or its arguments for the best configuration."""
     own, found = own_switches(run), {} if run.profile is None else run.profile.switches
     warnings = run.outcomes[best.id].warnings
     in_arguments = any(switch.in_arguments for switch in found.values())
@@ -155,7 +155,7 @@ def advise_script(run: Run, best: Trial) -> list[str]:
 
 
 def advise_saving(run: Run, best: Trial) -> list[str]:
-    """Return how to save a model in stage 3, if the user's own stage differs."""
+    """Return how to save a model in stage 3, if the best trial uses it and the user does not."""
     if best.stage != 3 or read_strategy(run.plan.base_config).stage == 3:
         return []
     return [

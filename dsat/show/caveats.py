@@ -27,11 +27,11 @@ _QUIETER = "End other programs on the machine, or measure longer (--max-measured
 
 
 def find_caveats(run: Run, best: Trial, outcome: Outcome, found: Gain | None) -> Iterator[str]:
-    """Yield the warnings.
+    """Yield warnings about the run and the gain of `best`, the recommended trial.
 
     Args:
         outcome: median outcome of `best`.
-        found: the gain that the finals measured; None until they are over.
+        found: the gain that the finals measured; None before they end.
     """
     version, training = run.deepspeed_version, training_of(run.plan, best)
     for fault in hazards.find(version, training, hazards.GRADIENTS, hazards.SLOW):
@@ -91,7 +91,7 @@ def _intervals(run: Run, trials: Iterable[Trial]) -> list[float]:
 
 
 def _warn_of_drift(run: Run) -> Iterator[str]:
-    """Warn if the user's own configuration changed its speed during the run."""
+    """Warn if the speed of the user's own configuration changed during the run."""
     own = run.baseline
     if own is None:
         return
@@ -111,7 +111,7 @@ def _warn_of_drift(run: Run) -> Iterator[str]:
 
 
 def _warn_of_steps(run: Run) -> Iterator[str]:
-    """Warn if long steps of the training were left out, or if shares of evaluation differ."""
+    """Warn if long steps of the training were excluded, or if shares of evaluation steps differ."""
     other = run.leader if run.best is run.baseline else run.best
     ended = (run.outcomes.get(each.id) if each else None for each in (run.baseline, other))
     curves = (None if outcome is None else outcome.training for outcome in ended)

@@ -35,9 +35,12 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class Difference:
-    """A setting with the user's value and the trial's; a value is None if it is not set.
+    """A setting that differs.
 
-    `key` is a dotted path or a switch's name; `default` is DeepSpeed's default, None if unknown.
+    Attributes:
+        key: dotted path of the setting, or name of a switch.
+        own, its: the user's value and the trial's; None if not set.
+        default: DeepSpeed's default; None if unknown.
     """
 
     key: str

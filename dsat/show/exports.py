@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
     from dsat.show.view import RunView, TrialView
 
-_MOST_TEXT = 2000  # of a message: databases have limits
-_DATABASES = ("mlflow", "optuna", "sqlalchemy")  # packages whose errors are those of a database
+_MOST_TEXT = 2000  # characters of a text, because databases have limits
+_DATABASES = ("mlflow", "optuna", "sqlalchemy")  # packages that raise the errors of databases
 
 
 def rows(view: RunView) -> list[dict[str, Any]]:
-    """Return a flat row of text, numbers and None for each trial.
+    """Return a row for each trial, whose values are text, numbers or None.
 
-    Settings are `config.KEY`, switches `script.KEY`, measurements `metrics.KEY`.
+    Columns `config.KEY` are settings, `script.KEY` switches, and `metrics.KEY` measurements.
     """
     found = []
     for each in view.trials:
@@ -69,7 +69,7 @@ def to_parquet(view: RunView, output: Path, name: str) -> None:
 def to_optuna(view: RunView, output: Path, name: str) -> None:
     """Write one study into a SQLite storage.
 
-    Trials without a value are failed trials. Parameters are the strategy and settings of a trial.
+    Trials without a value are exported as failed. Parameters are strategy and settings.
     """
     import optuna
 
@@ -183,6 +183,8 @@ def export(view: RunView, to: str, output: Path, name: str) -> None:
     """Write a run for another tool.
 
     Args:
+        to: a key of `EXPORTERS`.
+        output: file or folder to make.
         name: name of the study or experiment.
 
     Raises:
@@ -194,7 +196,7 @@ def export(view: RunView, to: str, output: Path, name: str) -> None:
     exporter = EXPORTERS[to]
     if output.exists():
         raise UserInputError(
-            "exists already", where=str(output), hint="Name another one with --output."
+            "exists already", where=str(output), hint="Choose another path with --output."
         )
     if not output.parent.is_dir():
         raise UserInputError("there is no such folder", where=str(output.parent))
@@ -209,10 +211,10 @@ def export(view: RunView, to: str, output: Path, name: str) -> None:
         ) from None
     except UnicodeEncodeError:
         raise UserInputError(
-            "the tool takes only names in UTF-8",
+            f"{to} can write only to paths in UTF-8",
             where=str(output.resolve()),
-            hint="Name another place with --output. A run's folder may also need another name: "
-            "`mv` it, and export it by the new one.",
+            hint="Choose another path with --output. If the name of the run's folder is not UTF-8, "
+            "rename the folder first.",
         ) from None
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in _DATABASES:
@@ -221,7 +223,7 @@ def export(view: RunView, to: str, output: Path, name: str) -> None:
 
 
 def _url_of(database: Path) -> str:
-    """Return the URL of a SQLite database, whose path may hold `?`."""
+    """Return the URL of a SQLite database; escape characters of its path, such as `?`."""
     from sqlalchemy.engine import URL
 
     return URL.create("sqlite", database=str(database)).render_as_string()
@@ -239,7 +241,7 @@ def _ended_at_s(each: TrialView) -> float:
 
 
 def _decision(view: RunView) -> dict[str, Any]:
-    """Return the verdict, the gain, and the values of the best and the own configuration."""
+    """Return the verdict, the gain, and the values of the best and the user's configuration."""
     found = {
         "metric": view.plan.metric,
         "verdict": "\n".join(view.verdict.lines),

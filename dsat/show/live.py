@@ -65,7 +65,7 @@ class LiveView(Observer):
     def waited(self, run: Run) -> None:
         if self._live is None or not run.has_begun:
             return
-        state = len(run.trials), len(run.outcomes)  # else the view does not change
+        state = len(run.trials), len(run.outcomes)  # the view changes only with these
         if self._view is None or state != self._built_at:
             self._view, self._built_at = RunView(run), state
         view = self._view
@@ -78,7 +78,7 @@ class LiveView(Observer):
         if (cells, lines) == self._shown:
             return
         self._shown = cells, lines
-        bar = RichTable.grid()  # a bar alone does not end its line
+        bar = RichTable.grid()  # a bar outside a table does not end its line
         bar.add_row(ProgressBar(total=run.plan.max_trials, completed=len(view.ended), width=60))
         below: list[RenderableType] = [bar, *map(terminal.as_text, lines)]
         self._live.update(self._fit(cells, below), refresh=True)

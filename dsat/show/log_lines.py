@@ -83,7 +83,7 @@ def _describe_trial(run: Run, trial: Trial, outcome: Outcome) -> str:
         predicted, used = f"{fmt.memory(trial.predicted_bytes)} predicted", used_bytes(run, outcome)
         parts.append(predicted if used is None else f"{fmt.memory(used)} used of {predicted}")
     parts.append(f"took {fmt.duration(outcome.duration_s)}")
-    # During finals, the best changes back and forth with each pair, so it is not shown.
+    # During finals, the best may change with each pair, so it is not shown.
     best = ""
     if run.best is not None and trial.kind is not TrialKind.FINAL:
         best = f"; recommended so far: {run.best.name}"

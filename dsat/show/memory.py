@@ -11,7 +11,7 @@ from dsat.values.outcome import Outcome
 
 
 def used_bytes(run: Run, outcome: Outcome) -> int | None:
-    """Return the peak memory of a device, as predictions count it; None if not measured.
+    """Return the peak bytes of a device, counted as in predictions; None if not measured.
 
     Without `--slot-memory`, the driver's context and libraries are included.
     """
@@ -24,7 +24,8 @@ def used_bytes(run: Run, outcome: Outcome) -> int | None:
 def longest_sequence(run: Run) -> tuple[int, str] | None:
     """Return the longest expected sequence in tokens, and its source; None without sequences.
 
-    It is `--max-seq-length`; else the model's maximum if lengths varied; else the longest one seen.
+    The source is `--max-seq-length` if set, else the model's maximum if lengths varied and it is
+    larger, else the longest sequence seen.
     """
     seen = [o.sequences for o in run.outcomes.values() if o.sequences is not None]
     if not seen:
@@ -41,8 +42,8 @@ def longest_sequence(run: Run) -> tuple[int, str] | None:
 def memory_warning(run: Run) -> list[str]:
     """Return a sentence if the best configuration may not fit at the longest sequence.
 
-    Activations are assumed to be proportional to the length, as to the micro batch. Attention that
-    stores its scores needs more.
+    Activations are assumed to grow linearly with the length. Attention that stores its scores
+    needs more.
     """
     best, outcome, profile = run.best, run.best_outcome, run.profile
     expected = longest_sequence(run)

@@ -26,13 +26,13 @@ _VEGA_LITE = "6.1"
 
 
 def write_page(view: RunView, folder: Path, train_line: str) -> None:
-    """Write the page into a run's folder; `train_line` is as for `summary.write_files`."""
+    """Write the page into a run's folder; for `train_line`, see `summary.write_files`."""
     text = _render("page.html", watch="", **_parts(view, TRIALS_FOLDER, train_line))
     write_atomically(folder / PAGE_FILE, text)
 
 
 def watch_html(view: RunView, folder: str) -> str:
-    """Return the page of `dsat watch`, whose script fetches the result of `watch_parts`."""
+    """Return the page of `dsat watch`; its script fetches what `watch_parts` returns."""
     script = _template("watch.js")
     return _render("page.html", view=view, folder=folder, watch=script, plots=[])
 

@@ -43,7 +43,7 @@ class PastRun:
 
 
 def folders(above: Path | None = None) -> list[Path]:
-    """Return run folders: `above` and those in it (by default in `dsat_runs`), newest first."""
+    """Return run folders, newest first: `above` and those in it; by default all in `dsat_runs`."""
     below = RUNS_FOLDER if above is None else above
     candidates = sorted(below.iterdir()) if below.is_dir() else []
     found = [folder for folder in candidates if _is_of_run(folder, if_hidden=above is None)]
@@ -53,7 +53,7 @@ def folders(above: Path | None = None) -> list[Path]:
 
 
 def _is_of_run(folder: Path, *, if_hidden: bool) -> bool:
-    """Return whether a folder has a journal, or `if_hidden` if this user may not look."""
+    """Return whether a folder has a journal; `if_hidden` if permissions prevent the check."""
     try:
         return stat.S_ISREG((folder / FILE_NAME).stat().st_mode)
     except (OSError, ValueError) as error:
@@ -71,7 +71,7 @@ def load(path: Path | None = None) -> PastRun:
     """Read a run.
 
     Args:
-        path: its folder, or the folder's name in `dsat_runs`; by default the newest run.
+        path: the run's folder, or that folder's name in `dsat_runs`; None for the newest run.
 
     Raises:
         UserInputError: there is no such run, or it has not begun.
@@ -102,7 +102,7 @@ def load_all(above: Path | None = None) -> tuple[list[tuple[PastRun, RunView]], 
             found.append((past, RunView(past.run)))
         except (JournalError, UserInputError, OSError) as error:
             unread.append(str(error))
-        except Exception as error:  # of values that this dsat cannot show
+        except Exception as error:  # values that this version cannot show
             unread.append(f"{folder}: cannot be shown ({type(error).__name__}: {error})")
     return found, unread
 

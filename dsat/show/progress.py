@@ -25,7 +25,7 @@ def describe_progress(run: Run) -> list[str]:
 
 
 def describe_activity(trial_folder: Path) -> str:
-    """Return what a running trial is doing; it waits for devices until its folder exists."""
+    """Return what a running trial is doing; a trial without a folder still waits for devices."""
     if not trial_folder.exists():
         return "waits for devices"
     steps = read_steps(trial_folder)
@@ -42,8 +42,8 @@ def describe_activity(trial_folder: Path) -> str:
 def time_left(run: Run) -> str | None:
     """Estimate the time of all remaining trials; None if too few have ended or none remain.
 
-    The range spans the lower to the upper quartile of recent trials. The highest concurrency among
-    these is assumed for search trials; finals run alone.
+    The range comes from the lower and upper quartiles of the durations of recent trials. Search
+    trials are assumed to run at the highest concurrency among these; finals run alone.
     """
     recent = [i for i in run.outcomes if run.trials[i].kind is not TrialKind.PROFILE][-_RECENT:]
     took = [run.outcomes[trial_id].duration_s for trial_id in recent]

@@ -248,7 +248,7 @@ def _column(view: RunView) -> dict[str, str]:
         "wall time": fmt.duration(view.running_s),
         "best trial": "-" if best is None else best.trial.name,
         "best": fmt.metric(view.plan.metric, view.best_value),
-        "its global batch": "-" if best is None else str(best.trial.batch.train_batch_size),
+        "global batch of the best": "-" if best is None else str(best.trial.batch.train_batch_size),
         "gain over your own": view.gain.text,
     }
 

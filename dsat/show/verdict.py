@@ -35,7 +35,7 @@ class GainView:
     Attributes:
         ratio: gain in the finals, else `search_gain` (may be None); 1 if the best is the user's.
         text: the ratio with its interval or with `unconfirmed`; `-` if it is None.
-        own_value: the objective's value of the user's configuration; see `run.final_value`.
+        own_value: value of the objective for the user's configuration; see `run.final_value`.
         finals: comparison by the finals as JSON values; None if there is none (yet).
     """
 
@@ -102,7 +102,7 @@ def verdict(run: Run) -> Verdict:
 
 
 def search_gain(run: Run) -> float | None:
-    """Return the gain of `run.best_value` over the user's own value, if both exist."""
+    """Return the gain of `run.best_value` over the user's own value; None unless both exist."""
     own = None if run.baseline is None else final_value(run, run.baseline)
     if own is None or run.best_value is None:
         return None
@@ -207,9 +207,9 @@ def _searched(run: Run) -> list[Outcome]:
 
 
 def _describe_failures(run: Run) -> list[str]:
-    """Return a warning with the most frequent failure, if no trial of the search ran.
+    """Return a warning with the most frequent failure, if all or many trials of the search failed.
 
-    Also if many failed other than by a lack of memory or of samples.
+    For `many`, a lack of memory or of samples does not count.
     """
     searched = _searched(run)
     ran = any(outcome.ok for outcome in searched)

@@ -30,10 +30,10 @@ class TrialView:
     Attributes:
         result: how the trial ended, or `running`, or `interrupted`.
         value: value of the objective; None if not measured, and for a profile trial.
-        used_bytes: peak of a device, comparable with the prediction.
+        used_bytes: peak memory of a device, counted as in predictions; None if not measured.
         settings: overrides with batch sizes, by dotted path, and switches; without secrets.
-        ended_s, ended_at_s: time of the end in seconds, in the run's wall time and since the epoch;
-            None if unknown.
+        ended_s: time of the end, in seconds of the run's wall time; None if unknown.
+        ended_at_s: time of the end, in seconds since the epoch; None if unknown.
     """
 
     def __init__(self, run: Run, trial: Trial, *, is_best: bool = False) -> None:
@@ -171,8 +171,8 @@ class RunView:
     def trial_table(self) -> Table:
         """Return a table of all trials that have begun.
 
-        "other changes" lists how they differ from the user's own configuration besides stage and
-        batch sizes, if any trial does.
+        The column "other changes" lists differences from the user's own configuration, besides
+        stage and batch sizes. It is left out if it would be empty.
         """
         headings = ("trial", "micro batch", "gas", "result", "memory predicted", "memory used")
         others = [self._other_changes(view.trial) for view in self.trials]
@@ -259,11 +259,11 @@ def _facts(run: Run) -> Iterator[str]:
         yield line
     absent = [n for n in run.plan.tune if n in SWITCHES and n not in own_switches(run)]
     if run.profile is not None and absent and not set(run.plan.tune) >= set(SETTING_NAMES):
-        yield f"not searched, as your script lacks it or it has no effect: {', '.join(absent)}"
+        yield f"not searched (absent from your script, or without effect): {', '.join(absent)}"
 
 
 def _trial_counts(run: Run) -> str:
-    """Return text on the number of trials, finals among them, and unused reserved trials."""
+    """Return text on the numbers of trials, of finals, and of trials reserved but not needed."""
     kinds = [run.trials[trial_id].kind for trial_id in run.outcomes]
     finals = kinds.count(TrialKind.FINAL)
     parts = [str(len(kinds))]

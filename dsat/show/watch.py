@@ -35,7 +35,11 @@ _JSON, _TEXT, _HTML = "application/json", "text/plain; charset=utf-8", "text/htm
 class Server(ThreadingHTTPServer):
     """Server of the page of one run.
 
-    The path of the page is a secret, since all users of the machine reach the port.
+    The path of the page is a secret, because every user of the machine can connect to the port.
+
+    Args:
+        folder: the run's folder.
+        port: port to listen on; None for a free one.
 
     Raises:
         UserInputError: the server cannot listen on the port.

@@ -106,8 +106,8 @@ def build(path: Path, dtype: torch.dtype) -> torch.nn.Module:
         reason = textwrap.shorten(str(error), 300) or type(error).__name__
         raise InvalidTrial(
             f"transformers {transformers.__version__} refuses {path.name}: {reason.strip(' .')}. "
-            "Install another version of transformers, or pass your training script instead of "
-            "--model"
+            "Correct the file, install a version of transformers that supports the model, or give "
+            "your training script instead of --model"
         ) from error
     config.use_cache = False
     type_args = type_argument(dtype)
@@ -118,7 +118,8 @@ def build(path: Path, dtype: torch.dtype) -> torch.nn.Module:
         if type(config) in auto._model_mapping:
             return auto.from_config(config, **type_args)  # type: ignore[no-any-return]
     raise InvalidTrial(
-        f"transformers {transformers.__version__} has no model for {type(config).__name__}"
+        f"transformers {transformers.__version__} has no model for {type(config).__name__}. Give "
+        "your training script instead of --model"
     )
 
 
@@ -139,8 +140,8 @@ def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[i
         raise InvalidTrial(f"--seq-length: samples of {kind} are images, not sequences of tokens")
     if length > longest and _learns_positions(model, longest):
         raise InvalidTrial(
-            f"--seq-length: {kind} has learned {longest:,} positions, and cannot train on "
-            f"{length:,} tokens"
+            f"--seq-length: {kind} has embeddings for {longest:,} positions, so it cannot train "
+            f"on {length:,} tokens"
         )
 
     def tokens(samples: int) -> torch.Tensor:

@@ -25,9 +25,13 @@ _HEADINGS = ("tuning_space", "num_experiments", "best_metric_val", "best_exp_nam
 def write_files(view: RunView, results_dir: Path, exps_dir: Path | None, command: str) -> None:
     """Write the results, and descriptions of the trials if `exps_dir` is given.
 
-    Without a best trial, no configuration and no command are written. `command` trains with the
-    best configuration; empty if unknown. Raises UserInputError if a folder or file cannot be
-    written.
+    Without a best trial, no configuration and no command are written.
+
+    Args:
+        command: shell command that trains with the best configuration; empty if unknown.
+
+    Raises:
+        UserInputError: a folder or file cannot be written.
     """
     files = {results_dir / SUMMARY_FILE: summary_text(view)}
     if view.best_config is not None:

@@ -26,7 +26,7 @@ class CommandLine:
     is_experiment: bool = False
 
     def resumed(self, folder: Path, *more: str) -> list[str]:
-        """Return the words that resume the run; `--name=value` in `more` overrides the user's."""
+        """Return the words that resume the run; options in `more` override the user's."""
         given = {word.partition("=")[0] for word in self.options}
         options = [*self.options, *([] if "--resume" in given else ["--resume"])]
         if "--run-dir" not in given:

@@ -34,8 +34,9 @@ def describe_plan(ready: Prepared) -> Iterator[str]:
     )
     yield from ready.notes
     command = redacted_command(ready.program.command())
-    yield f"trial 0 ({first.name}), {count(plan.slots_per_trial, 'rank')} of: {command}"
-    yield f"replacing values of {ready.experiment.ds_config_name}: {json.dumps(first.overrides)}"
+    yield f"trial 0 ({first.name}) starts {count(plan.slots_per_trial, 'rank')} of: {command}"
+    changes = json.dumps(first.overrides)
+    yield f"trial 0 overrides values of {ready.experiment.ds_config_name}: {changes}"
 
 
 def describe_search(name: str, plan: Plan, where: str) -> Iterator[str]:

@@ -68,7 +68,7 @@ class LocalSearch(Observer):
             resumed = run_folders.read(self.folder)
             ready = replace(ready, plan=run_folders.keep_budget(resumed, settings, ready.plan))
             earlier = run_folders.earlier_runs(self.folder, resumed, ready.plan, ready.info)
-            # A new folder has none, and the check would inspect all processes.
+            # A new folder has no leftovers, and looking for them inspects all processes.
             ended = leftovers.end_processes(self.folder) if settings.resume else []
             if ended:
                 _log.info(
@@ -162,7 +162,7 @@ class LocalSearch(Observer):
 
     @property
     def _has_trials(self) -> bool:
-        """Return whether a trial may begin within the budget; an interrupted one begins again."""
+        """Return whether a trial may begin; interrupted trials do not use up the budget."""
         is_used = len(self.run.outcomes) >= self.ready.plan.max_trials
         return not self._tuner.finished and not (is_used and self.run.best is not None)
 
@@ -268,7 +268,7 @@ def _messages(ready: Prepared, folder: Path, run: Run) -> Iterator[str]:
 
 
 def local_engine(ready: Prepared, folder: Path) -> LocalEngine:
-    """Make the local engine; a user's command that already runs becomes its first trial."""
+    """Make the local engine; if the user's command is running already, it is the first trial."""
     settings = ready.settings
     return LocalEngine(
         ready.experiment,
@@ -290,7 +290,7 @@ def _failure(run: Run, trials: Path) -> DsatError:
         return SearchFailed(str(run.stop_reason))
     if run.profile is None:
         trial = failures[-1]
-    else:  # profile trials may have failed before one ran
+    else:  # failed profile trials do not matter once one ran
         trial = next((t for t in failures if t.kind is not TrialKind.PROFILE), failures[-1])
     outcome = run.outcomes[trial.id]
     if outcome.kind is OutcomeKind.INVALID:

@@ -61,7 +61,7 @@ def make_settings(
         values: the user's values, by name of setting; options of methods and places by keyword.
         given: the flag or keyword of each value, for messages.
         keeps_batch: whether to use the defaults of `dsat tune`: throughput, own global batch.
-        search_options: more arguments of the search, which need no declared option.
+        search_options: further arguments of the search's constructor, declared as options or not.
 
     Raises:
         UserInputError: the method or an option of it is unknown, or values contradict each other.
@@ -91,7 +91,7 @@ def make_settings(
             f"method {method!r} takes no {unknown[0]!r} (choose from {known})",
             where="search_options",
         )
-    try:  # to what a resumed run reads from its journal
+    try:  # convert to the values that a resumed run reads from its journal
         recorded = json.loads(json.dumps(encode(search_options or {}), allow_nan=False))
     except (TypeError, ValueError) as error:
         raise UserInputError(f"cannot be recorded: {error}", where="search_options") from None

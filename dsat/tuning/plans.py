@@ -89,7 +89,7 @@ def make_plan(
 
 
 def drop_faulty_stages(plan: Plan, version: str | None, *, is_listed: bool) -> Plan:
-    """Exclude stages that DeepSpeed refuses, or that a version trains wrongly; log warnings.
+    """Exclude stages that this version of DeepSpeed refuses or trains wrongly; log warnings.
 
     The stage of the user's configuration stays; if the user listed stages (`is_listed`), all stay.
     """
@@ -139,7 +139,7 @@ def _global_batch(
         is_listed: whether the user lists accumulation steps, which change the global batch.
 
     Raises:
-        UserInputError: the user sets the batch or lists accumulation, which the script controls.
+        UserInputError: the user sets the batch or lists accumulation, but the script controls it.
     """
     given = settings.train_batch_size
     is_asked = "train_batch_size" in settings.given
@@ -177,7 +177,7 @@ def _data_parallel(
 def _measured(settings: Settings, experiment: Experiment, device: str) -> dict[str, Any]:
     """Return the program, measured steps and device, which must stay the same on resuming."""
     left_out = [ds_config.OVERWRITE_KEY]
-    if not isinstance(experiment.hparams[ds_config.CONFIG_KEY], str):  # inline
+    if not isinstance(experiment.hparams[ds_config.CONFIG_KEY], str):  # an inline configuration
         left_out.append(ds_config.CONFIG_KEY)
     program = {
         "entrypoint": experiment.entrypoint,
@@ -209,9 +209,9 @@ def _check_metric(settings: Settings) -> None:
 
 
 def _listed_switches(settings: Settings, args: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """Return the values of switches of `--vary`, and of variables of `--search`.
+    """Return the values to try by switch: switches of `--vary`, and variables in `--search`.
 
-    The first value is the current one of a flag; None if it is unknown.
+    The first value is the current one; None if it is unknown.
     """
     found = {n: (None, *SWITCHES[n].values) for n in settings.tune if n.startswith(VARIABLE)}
     for name, values in settings.listed_switches.items():

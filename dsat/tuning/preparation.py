@@ -50,7 +50,7 @@ class Prepared:
     """Everything known before a run begins.
 
     Attributes:
-        line: command line; None if started from Python.
+        line: the search as a command line; None if no command line equals the call from Python.
         hosts: hosts of trials; this machine comes first if it is one of them.
         section: enabled `autotuning` section of the user's DeepSpeed configuration, if any.
         first: the user's command, already running as the first trial; None if it is not.
@@ -78,7 +78,7 @@ class Prepared:
         return [*plans.make_notes(self.settings, self.plan), *of_section]
 
     def after(self, run: Run) -> Prepared:
-        """Return a copy that avoids problems of starting ranks that earlier trials reported."""
+        """Return a copy that starts ranks without the problems that earlier trials reported."""
         shown = {warning for outcome in run.outcomes.values() for warning in outcome.warnings}
         settings, hosts, program = self.settings, self.hosts, self.program
         # The reason may follow in parentheses.
@@ -152,7 +152,7 @@ def _prepare(
         source = source.complete_from_record(first)
     elif is_recorded or source.unknown:
         source = source.run_to_training(settings.trial_timeout_s, settings.slots)
-    if section is None:  # the run of the command may have shown one
+    if section is None:  # running the command may have revealed one
         section, settings = _read_section(settings, source)
     _check_packages(settings, source)
     defaults = installed_deepspeed.check(source.experiment, source.program)
@@ -251,7 +251,7 @@ def _choose_slots(
     program, available = source.program, all_slots(hosts, source.program)
     if program.needs_command and len(hosts) > 1:
         raise UserInputError(
-            "runs on one machine only, because its ranks cannot be started by themselves: "
+            "runs on one machine only, because dsat cannot start its ranks itself: "
             f"{program.needs_command}",
             where="command",
             hint="Use --engine local, or let torchrun or deepspeed start the ranks of a script.",
@@ -264,7 +264,7 @@ def _choose_slots(
     if settings.engine in ENGINE_NAMES:  # other engines may run trials elsewhere
         _check_slots(settings, chosen, slots)
     if program.launch.takes_all and slots == available and not hosts[0].machine.left_out:
-        program = replace(program, slots=slots)  # the command itself starts as many
+        program = replace(program, slots=slots)  # the command itself starts as many ranks
     mappings = _check_mappings(settings, program)
     experiment = replace(source.experiment, arg_mappings=mappings)
     return replace(source, experiment=experiment, program=program), chosen, slots

@@ -50,7 +50,7 @@ def choose(settings: Settings, name: str, locks: ExitStack, plan: Plan | None = 
 def check(settings: Settings, name: str, plan: Plan | None = None) -> Path | None:
     """Check and return the folder that the settings name; None for a new one.
 
-    A run of the same plan, if that is known, is preferred to newer runs.
+    When resuming, a run of the same `plan` is preferred to newer runs.
 
     Raises:
         UserInputError: the folder holds another run, has none to resume, or cannot be written to.
@@ -79,9 +79,9 @@ def _existing(folder: Path, *names: str) -> list[Path]:
 
 
 def _find_run(folder: Path | None, name: str, plan: Plan | None) -> Path:
-    """Return the folder of the run to resume: `folder`, or the best match among runs `name`.
+    """Return the folder of the run to resume: `folder`, or else that of a run called `name`.
 
-    That is the run of the same plan that changed last, or else the run that changed last.
+    Among several, the one that changed last is chosen, if possible from those of the same plan.
     """
     if folder is not None:
         if _read_run(folder) is None:
@@ -115,7 +115,7 @@ def _is_of(plan: Plan, run: Run) -> bool:
 def _read_run(folder: Path) -> Run | None:
     """Return the run in a folder; None without one, or for a search on a cluster.
 
-    A run whose journal is damaged is empty.
+    If the journal is damaged, the returned run is empty.
     """
     if not (folder / FILE_NAME).exists():
         return None
@@ -167,7 +167,7 @@ def read(folder: Path) -> Run:
 
 
 def keep_budget(run: Run, settings: Settings, plan: Plan) -> Plan:
-    """Return a plan with a resumed run's own numbers of trials and finals, if none are given."""
+    """Return a plan with the numbers of trials and finals of a resumed run, unless given anew."""
     if not run.has_begun:
         return plan
     own: dict[str, Any] = {"max_trials": run.plan.max_trials, "finals": run.plan.finals}
@@ -179,7 +179,7 @@ def keep_budget(run: Run, settings: Settings, plan: Plan) -> Plan:
 def earlier_runs(folder: Path, run: Run, plan: Plan, info: Mapping[str, Any]) -> list[Run]:
     """Return earlier runs in a folder, whose trials may be reused.
 
-    The journal of `run` is set aside if it has errors to retry, or if it is unfinished and its
+    The journal of `run` is set aside if the run has errors to retry, or if it is unfinished and the
     script or software changed. The next journal then reuses the trials that are still valid.
     """
     journal = folder / FILE_NAME
@@ -187,9 +187,7 @@ def earlier_runs(folder: Path, run: Run, plan: Plan, info: Mapping[str, Any]) ->
         changed = history.difference(run, plan, info)
         if changed is not None and not _is_over(run, plan):
             _set_aside(journal, _existing(folder, *_RESULTS))
-            _log.info(
-                "%s: the search begins again without what was measured before the change", changed
-            )
+            _log.info("%s, so the search begins again without its earlier measurements", changed)
         elif _has_errors_to_retry(run, plan.max_trials):
             _set_aside(journal)
             _log.info("running the failed trials again")
@@ -203,12 +201,12 @@ def earlier_runs(folder: Path, run: Run, plan: Plan, info: Mapping[str, Any]) ->
 def _set_aside(journal: Path, results: Sequence[Path] = ()) -> None:
     """Copy a journal, rename results, then empty the journal.
 
-    A kill in between leaves a run that can resume.
+    If dsat is killed in between, the run can still resume.
     """
     number = 1
     while (aside := journal.with_name(f"{journal.stem}-{number}.jsonl")).exists():
         number += 1
-    # A torn last line may be no text.
+    # A torn last line may not be UTF-8.
     write_atomically(aside, journal.read_text(encoding="utf-8", errors="surrogateescape"))
     for path in results:
         path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
@@ -225,8 +223,8 @@ def _has_errors_to_retry(run: Run, max_trials: int) -> bool:
     """Return whether failed trials of a run should be retried.
 
     If the run has no result, every failure except device OOM is retried. If it has one, only errors
-    are retried, and only before the finals and the end of the run, if trials are left: refusals by
-    DeepSpeed, timeouts, OOM and non-finite losses would happen again.
+    are retried (refusals by DeepSpeed, timeouts, OOM and non-finite losses would happen again), and
+    only before the finals and the end of the run, while the budget allows trials.
     """
     kinds = {outcome.kind for outcome in run.outcomes.values()}
     if run.best is None:

@@ -60,7 +60,7 @@ class Settings(Target):
 
     Attributes:
         search_options: values of the method's options, by parameter of the search's constructor.
-        place_options: options of the hosts' place that the user set, by keyword.
+        place_options: options of a place of hosts, such as Ray, that the user set, by keyword.
         given: where the user set a setting (a flag, a keyword, or a key of the `autotuning`
             section), by name of the setting; those that the user did not set are absent.
     """
@@ -107,11 +107,10 @@ class Settings(Target):
         "--finals",
         kind=at_least(0),
         group=Group.SEARCH,
-        help="run the best configuration and yours again in turns after the search, in at most N "
-        "trials, to be sure of the gain. Raise N to confirm a small gain; 0 saves the time "
-        "(default: up to 7, or 15 while they take less than 30 %% of the search's time). The "
-        "search leaves a quarter of --max-trials to them, at least 5, or 2 if --max-trials is "
-        "4 to 11",
+        help="after the search, run the best configuration and yours again in turns, in at most N "
+        "trials, to confirm the gain. Raise N to confirm a small gain; 0 saves the time (default: "
+        "up to 7, or 15 while they take less than 30 %% of the search's time). A quarter of "
+        "--max-trials is reserved for finals, at least 5, or 2 if --max-trials is 4 to 11",
     )
     seed: int = option(
         "--random-seed",
@@ -127,9 +126,9 @@ class Settings(Target):
         choices=MEMORY_MODELS,
         default=BY_SIMULATION,
         group=Group.SEARCH,
-        help="how to predict memory, so that no trial starts that cannot fit: by DeepSpeed on "
-        "fake tensors, which takes seconds for each strategy (on a cluster, the formula is used "
-        "instead); by a formula, at once; or not at all",
+        help="how to predict which trials do not fit, so that they are not run: simulation runs "
+        "DeepSpeed on fake tensors, in seconds for each strategy (on a cluster, the formula is "
+        "used instead); formula answers at once; none predicts nothing",
     )
     zero_stages: tuple[int, ...] | None = option(
         "-z",
@@ -212,8 +211,8 @@ class Settings(Target):
         "--max-seq-length",
         kind=at_least(1),
         group=Group.SPACE,
-        help="the longest sequence of your data, in tokens: the verdict warns if the best would "
-        "not fit there (default: the longest seen, or what the model takes if lengths vary)",
+        help="the longest sequence of your data, in tokens: the verdict warns if it would not "
+        "fit (default: the longest seen, or what the model takes if lengths vary)",
     )
     trial_timeout_s: float = option(
         "--trial-timeout",
@@ -241,8 +240,9 @@ class Settings(Target):
         kind=at_least(1),
         default=TrialOptions.end_step,
         group=Group.MEASURING,
-        help="measure up to this step (on an accelerator for 2 s at least, after 1 s of warm-up), "
-        "then on while the mean step time is uncertain by over 2 %% and may still be the best",
+        help="measure at least up to this optimizer step (on an accelerator, 2 s or more after 1 s "
+        "of warm-up), and longer while the mean step time is uncertain by over 2 %% and the trial "
+        "may still be the best",
     )
     max_profile_steps: int = option(
         "--max-measured-steps",
@@ -302,12 +302,13 @@ class Settings(Target):
     run_full_experiment: bool = option(
         "--run-full-experiment",
         group=Group.RESULT,
-        help="then train in full length with the best configuration",
+        help="after the search, train in full length with the best configuration",
     )
     dry_run: bool = option(
         "--dry-run",
         group=Group.FIRST,
-        help="print the plan, run no trial; a command that names no script runs up to its training",
+        help="print the plan and run no trial; a command that does not name its script is run, up "
+        "to its training",
     )
     json: bool = option(
         "--json",

@@ -30,7 +30,7 @@ from dsat.values.trial import Trial
 def make_line(ready: Prepared, run: Run, folder: Path) -> str:
     """Return a shell command with `cd` that trains with the best configuration.
 
-    Empty if only the user's Python program can train it, which registered a search or an engine.
+    Empty if training needs the user's Python program, which registered a search or an engine.
     """
     command = make_command(ready, run, folder / summary.BEST_CONFIG_FILE)
     if command is not None:
@@ -146,7 +146,7 @@ def _bind_cores(command: Sequence[str], options: Sequence[str]) -> list[str]:
 
 
 def _needs_dsat(ready: Prepared, run: Run, best: Trial) -> bool:
-    """Return whether a change of the best trial needs more than a flag, file or variable."""
+    """Return whether a change of the best trial needs more than a flag, a file or a variable."""
     own, program = own_switches(run), ready.program
     if switches.OF_CODE.keys() & set(run.outcomes[best.id].warnings):
         return True
@@ -169,7 +169,7 @@ def _needs_dsat(ready: Prepared, run: Run, best: Trial) -> bool:
 
 def _launcher(ready: Prepared, program: Entrypoint, best: Mapping[str, Any]) -> list[str]:
     slots = str(ready.plan.slots_per_trial)
-    own = program.interpreter  # its environment's launchers are not on PATH
+    own = program.interpreter  # the launchers of its environment are not on PATH
     if not program.launch.passes_local_rank:
         launcher = [own, "-m", "torch.distributed.run"] if own else [find_program("torchrun")]
         return [*launcher, "--standalone", f"--nproc-per-node={slots}"]

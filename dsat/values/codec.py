@@ -66,10 +66,11 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: Any, data: Any, where: str = "") -> Any:
-    """Return a value decoded from JSON.
+    """Return parsed JSON as a value of the type `kind`.
 
     Args:
-        kind: type annotation of the value; the only unions are `T | None`.
+        kind: a type annotation; the only unions are `T | None`.
+        data: what `json.loads` returned.
         where: path to the value, for errors.
 
     Raises:

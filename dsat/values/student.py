@@ -31,7 +31,7 @@ def cdf(x: Any, freedom: int) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _table(freedom: int) -> tuple[Any, Any]:
-    """Tabulate the CDF of the angle a for t = sqrt(n) tan(a); the density is ~ cos(a)^(n-1)."""
+    """Return angles a and their CDF: t = sqrt(freedom) tan(a), density ~ cos(a)^(freedom-1)."""
     import numpy as np
 
     angles = np.linspace(-math.pi / 2, math.pi / 2, 4001)

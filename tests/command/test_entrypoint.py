@@ -135,7 +135,7 @@ def test_another_environment_of_the_same_python_is_another_python(
     """The Python of a virtual environment is a link to the Python that made the environment."""
     other = tmp_path / "python3"
     other.symlink_to(sys.executable)
-    with pytest.raises(UserInputError, match="is not the Python that runs dsat"):
+    with pytest.raises(UserInputError, match="dsat runs in "):
         parse(f"{other} train.py", model_dir)
 
 

@@ -296,7 +296,7 @@ def test_a_master_without_custom_searches(
             monkeypatch.setenv(name, value)
         assert dsat() == 2
         err = refused(capsys)
-        assert "since 0.38" in err and "--engine local" in err
+        assert "removed in 0.38" in err and "--engine local" in err
         assert master.experiments == []
 
 

@@ -13,6 +13,7 @@ from dsat.values.outcome import Outcome, OutcomeKind
 from dsat.values.trial import TrialKind
 from testing.local import PATIENCE_S, Bench, bench_of, ended, launched, wait_until, warnings_of
 from testing.scripts import scripts_in
+from testing.versions import broken
 
 pytestmark = pytest.mark.slow
 
@@ -109,6 +110,7 @@ train(engine)
 """
 
 
+@broken("deepspeed", "==0.17.6", "fails unless each micro step calls engine.step")
 def test_the_trial_that_profiles_names_the_flag_that_has_the_users_accumulation(
     tmp_path: Path,
 ) -> None:

@@ -100,7 +100,7 @@ def test_a_command_hears_of_our_end(tmp_path: Path) -> None:
 )
 def test_a_host_that_asks_or_does_not_answer_is_refused(name: str, told: str, keys: bool) -> None:
     """The refusal is told before another host has answered."""
-    with pytest.raises(UserInputError, match=f"does not reach host {name} .*: {told}") as raised:
+    with pytest.raises(UserInputError, match=f"cannot log in to host {name} .*: {told}") as raised:
         ssh.reach(["silent", name, "head"], None)
     assert f"`ssh -o BatchMode=yes {name} true` must work" in str(raised.value)
     assert ("accept the host's key" in str(raised.value)) is keys

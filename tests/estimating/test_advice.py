@@ -61,5 +61,5 @@ def test_without_a_known_speed_the_usual_order_decides() -> None:
     [no_tokens] = advice(32, 80 * GIB, largest, length=None)
     for found in (unknown_gpu, no_tokens):
         assert (found.gpu, found.strategy, found.other) == ("", OFFLOADED, None)
-        assert "speed is unknown" in str(found)
+        assert "speeds are unknown" in str(found)
     assert advice(1, 80 * GIB, {STAGE_2: 0, STAGE_3: 0}) == [], "where nothing fits"

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from dsat.in_trial.losses import FIRST_STEPS, LAST_STEPS
 from dsat.values.outcome import Outcome, OutcomeKind
 from testing.local import Bench, bench_of
 from testing.metered import Clock, FakeEngine, attach, measured_by
-from testing.versions import needs
+from testing.versions import broken, needs
 
 GAS = 2
 
@@ -117,7 +118,7 @@ def scaled(engine: Any) -> None:
 def checkpointed(engine: Any) -> None:
     """Run a checkpointed function, which has its own backward pass."""
     weights = torch.ones((), requires_grad=True)
-    torch.utils.checkpoint.checkpoint(lambda x: x * 5, weights, use_reentrant=True).backward()
+    checkpoint(lambda x: x * 5, weights, use_reentrant=True).backward()
 
 
 def evaluated(engine: Any) -> None:
@@ -185,6 +186,7 @@ def test_ranks_that_see_no_loss_do_not_count(
 
 
 @pytest.mark.slow
+@broken("deepspeed", ">=0.17.6,<0.18.3", "loses gradients in stage 2 with accumulation")
 def test_the_gradients_norm_is_the_same_in_all_stages(pair: Bench) -> None:
     """dsat computes it in stage 0, DeepSpeed in the others; it is the norm of both ranks' mean
     gradient."""

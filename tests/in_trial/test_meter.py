@@ -238,7 +238,7 @@ def test_a_short_training_before_the_real_one_ends_the_trial(clock: Clock) -> No
     assert train(first, steps=1) is None
     told = measure(second)
     assert told.kind is OutcomeKind.INVALID
-    assert "ended after 1 optimizer step, and another one continues" in told.message
+    assert "stopped after 1 optimizer step, and another engine trains on" in told.message
 
 
 def test_a_script_may_leave_out_the_engines_forward(clock: Clock) -> None:

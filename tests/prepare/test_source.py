@@ -123,7 +123,7 @@ def test_srun_must_pass_all_variables_on(
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     target = Target(command=tuple(words.split()))
     if refused:
-        with pytest.raises(UserInputError, match=rf"^{refused}: starts .* Write --export=ALL"):
+        with pytest.raises(UserInputError, match=rf"^{refused}: hides .* Write --export=ALL,"):
             sources.read(target)
     else:
         assert sources.read(target).unknown == sources.PROGRAM

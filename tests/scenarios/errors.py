@@ -164,7 +164,7 @@ _FILES: list[tuple[str, str | bytes, str]] = [
     ("deepspeed.yaml", "? [a, b]\n: c", ""),
     ("deepspeed.yaml", _BOMB, "1,000,000 aliases"),
     ("ds.json", '{\n"a": 1,\n', "JSON 3 1"),
-    ("ds.json", '{"a": {"b": 1,\n"b": 2, "c": 1}}', "repeats"),
+    ("ds.json", '{"a": {"b": 1,\n"b": 2, "c": 1}}', "duplicate"),
     ("ds.json", '{"b": 1, "a": {"c": 1e999}}', "NaN a.c"),
     ("ds.json", '{"a": 1e999} // large', "too large"),
     ("ds.json", b"\xff\xfe", "UTF-8"),

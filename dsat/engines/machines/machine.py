@@ -111,7 +111,7 @@ class Machine(Recorded):
         return replace(self, devices=self.allowed[: max(count, self.num_slots)])
 
     def at(self, positions: Sequence[int]) -> Machine:
-        """Return the machine with only the devices at `positions`; with all if there are none."""
+        """Return the machine with only the devices at `positions`, or with all if it is empty."""
         names = dict(enumerate(self.devices))
         return self.only([names.get(n, str(n)) for n in positions], ())
 

@@ -55,7 +55,7 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
     target = address or environment.variables.get("RAY_ADDRESS", "")
     if target.startswith("ray://"):
         raise UserInputError(
-            f"{target} is an address for Ray Client, which works from outside the cluster",
+            f"{target} is an address for Ray Client, but dsat must run inside the cluster",
             where=_ENGINE,
             hint="Start dsat on a node of the cluster, or with ray job submit -- python3 -m dsat",
         )

@@ -186,7 +186,7 @@ def _ask(*command: str) -> str:
     name = command[0]
     if shutil.which(name) is None:
         raise EngineError(
-            f"Slurm's command {name} was not found. Start dsat where it is in PATH, not in a "
+            f"Slurm's command {name} was not found. Start dsat where PATH has it, not in a "
             "container without it, or use --engine local"
         )
     try:

@@ -162,7 +162,7 @@ def _identify(name: str, process: subprocess.Popen[str]) -> list[str]:
     keys = ": accept the host's key, and run ssh-copy-id"
     is_refused = any(refusal in reason for refusal in _REFUSALS)
     raise UserInputError(
-        f"ssh does not reach host {name} without a prompt: {reason}",
+        f"ssh cannot log in to host {name} without a prompt: {reason}",
         where="--hostfile",
         hint=f"`{command}` must work{keys if is_refused else ''}.",
     )

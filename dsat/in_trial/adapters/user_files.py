@@ -88,7 +88,7 @@ class UserFiles:
                 file.write(json.dumps(str(path)) + "\n")
 
     def is_left_by_a_trial(self, raw_path: Any) -> bool:
-        """Return whether another trial of the run created a folder or link, but not this trial."""
+        """Return whether another trial of the run, not this one, created this folder or link."""
         path = str(absolute(raw_path))
         folders = [folder for folder in self._folder.parent.iterdir() if folder != self._folder]
         return path not in read_created(self._folder) and any(
