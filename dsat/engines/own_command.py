@@ -245,7 +245,7 @@ class OwnCommand:
                 connections = getattr(process, "net_connections", None) or process.connections
                 has_socket = _TORCH in maps and connections("inet")
                 if has_socket and hook not in maps and not _is_below_rank(process, hook):
-                    problem, hint = _why_hidden(process.environ(), hook)
+                    problem, hint = _explain_missing_hook(process.environ(), hook)
                     command = shlex.join(process.cmdline()[:3])
                     raise UserInputError(
                         f"{problem} `{command}`, so dsat can neither measure that training nor "
@@ -285,7 +285,7 @@ def _is_below_rank(process: psutil.Process, hook: str) -> bool:
     )
 
 
-def _why_hidden(env: Mapping[str, str], hook: str) -> tuple[str, str]:
+def _explain_missing_hook(env: Mapping[str, str], hook: str) -> tuple[str, str]:
     """Return how a process with these variables came to lack the hook, and what to do."""
     if TRIAL_VARIABLE not in env:
         return (

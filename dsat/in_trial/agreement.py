@@ -45,10 +45,10 @@ class Ranks:
         self._engine = engine
 
     def maximum(self, values: list[float]) -> list[float]:
-        return self._reduced(values, "MAX")[0]
+        return self._reduce(values, "MAX")[0]
 
     def mean(self, values: list[float]) -> list[float]:
-        total, ranks = self._reduced(values, "SUM")
+        total, ranks = self._reduce(values, "SUM")
         return [value / ranks for value in total]
 
     def slowest(self, rows: list[list[float]]) -> list[list[float]]:
@@ -57,7 +57,7 @@ class Ranks:
         width = len(rows[0])
         return [flat[i : i + width] for i in range(0, len(flat), width)]
 
-    def _reduced(self, values: list[float], operation: str) -> tuple[list[float], int]:
+    def _reduce(self, values: list[float], operation: str) -> tuple[list[float], int]:
         import torch
         import torch.distributed as dist
 

@@ -207,7 +207,7 @@ class BatchCounter:
         return SequenceLengths(least, greatest, round(max_length) or None)
 
     def _find_carriers(self, shapes: Mapping[str, Shape]) -> dict[str, int]:
-        fitting = {place: self._fitting(place, shape) for place, shape in shapes.items()}
+        fitting = {place: self._sample_dims(place, shape) for place, shape in shapes.items()}
         self.dimensions = {p: dims[0] for p, dims in fitting.items() if len(dims) == 1}
         # If the user's micro batch is twice the trial's, that many rows may also be pairs (a chosen
         # and a rejected answer), unless the profile trial found a tensor's sample dimension.
@@ -279,7 +279,7 @@ class BatchCounter:
             batch_flag=flag,
         )
 
-    def _fitting(self, place: str, shape: Shape) -> list[int]:
+    def _sample_dims(self, place: str, shape: Shape) -> list[int]:
         """Return the dimensions of a tensor that may be the sample dimension."""
         candidates = (self._known_dims[place],) if place in self._known_dims else (0, 1)
         return [d for d in candidates if _size(shape, d) == self._micro_batch]

@@ -109,7 +109,7 @@ def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
     all keys are then parsed together.
     """
     verdict = Verdict()
-    content = _without_auto(config)
+    content = _drop_auto(config)
     refusals: dict[str, str] = {}  # by DeepSpeed's message, the key that it refuses even alone
     for key, value in content.items():
         section, error = _read({key: value})
@@ -255,9 +255,9 @@ def _subclasses(cls: Any) -> Iterator[Any]:
         yield from _subclasses(inner)
 
 
-def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_auto(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: _without_auto(value) if isinstance(value, Mapping) else value
+        key: _drop_auto(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
         if value != AUTO
     }

@@ -152,7 +152,7 @@ class LossWatch:
         norm = math.nan if self._norm is None else float(self._norm)  # waits for the device
         return TrainingCurve(
             steps=tuple(i + 1 for i in positions),
-            losses=tuple(_rounded(self._steps[i].loss) for i in positions),
+            losses=tuple(_round(self._steps[i].loss) for i in positions),
             skipped=tuple(i + 1 for i in positions if not self._steps[i].applied),
             precision=precision.find(self._engine),
             # DeepSpeed's norm is 0 where it was not computed, and -1 after an overflow.
@@ -221,5 +221,5 @@ def _total_norm(parameters: Any) -> Any:
     return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms])) if norms else None
 
 
-def _rounded(value: float | None) -> float | None:
+def _round(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.{_DIGITS}g}")

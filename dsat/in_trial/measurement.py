@@ -152,7 +152,7 @@ class Measurement:
         more, slowest_ms = self._ranks.maximum(values)
         if more:
             self._first_measured = num_applied + 1 + int(more)
-        self._next_check = self._affordable(self._next_check, slowest_ms / 1e3)
+        self._next_check = self._limit_steps(self._next_check, slowest_ms / 1e3)
         self._early = deque(maxlen=self._next_check)
         self._recorder.restart()
 
@@ -172,7 +172,7 @@ class Measurement:
         steps = max(unsteady - num_applied, missing_ms / max(last_ms, 1e-3))
         return min(max(0, math.ceil(steps)), MAX_EXTRA_STEPS)
 
-    def _affordable(self, steps: int, step_s: float) -> int:
+    def _limit_steps(self, steps: int, step_s: float) -> int:
         """Return how many of the wanted steps the time limit allows, at least one.
 
         The minimum number of steps may take three times the limit, since one or two steps give no
@@ -187,7 +187,7 @@ class Measurement:
     def _next_check_after(self, usable: int, measured_s: float, metrics: Metrics) -> int | None:
         """Return the total number of steps before the next check; None if there are enough."""
         num_seen, step_s = len(self._steps), measured_s / usable
-        affordable = self._affordable(self._spec.options.max_steps, step_s)
+        affordable = self._limit_steps(self._spec.options.max_steps, step_s)
         limit = affordable + MAX_EXTRA_STEPS
         missing_s = 0.0
         if self._recorder.is_asynchronous and self._spec.measures:
@@ -231,7 +231,7 @@ class Measurement:
             advice = OWN_BOUNDARY if self._recorder.has_own_boundary else STEP_ALWAYS
             self._warn(OWN_ACCUMULATION.format(k=f"{factor:g}", advice=advice))
         self._recorder.losses.read(self._ranks.mean)
-        usable = self._usable(steps, is_last=is_last)
+        usable = self._select_steps(steps, is_last=is_last)
         next_check: int | None = 2 * len(steps)
         if usable:
             self._check_accumulation(usable)
@@ -256,7 +256,7 @@ class Measurement:
                 )
             )
 
-    def _usable(self, steps: list[AgreedStep], *, is_last: bool) -> list[AgreedStep]:
+    def _select_steps(self, steps: list[AgreedStep], *, is_last: bool) -> list[AgreedStep]:
         """Return the full steps to use, if possible only those without compilation.
 
         Return an empty list to wait for further steps.

@@ -195,7 +195,7 @@ class Meter:
         if self._failure is not None:  # the script has caught the failure, and continues
             self._end(self._failure)
         try:
-            return self._recorded(name, call)
+            return self._record_call(name, call)
         except Exception as error:
             trains = self._engine is call.owner and (name != "forward" or is_training(call.owner))
             outcome = self.describe(error)
@@ -204,7 +204,7 @@ class Meter:
                 self._failure = outcome
             raise
 
-    def _recorded(self, name: str, call: Call) -> Any:
+    def _record_call(self, name: str, call: Call) -> Any:
         engine = call.owner
         if self._engine is None and (name != "forward" or is_training(engine)):
             self.attach(engine, first_step=1 if name == "forward" else 2)

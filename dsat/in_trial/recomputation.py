@@ -26,7 +26,7 @@ _IS_ON = ("is_activation_checkpointing", "is_gradient_checkpointing")
 def switch(model: Any, value: bool | str) -> bool:
     """Turn activation checkpointing on or off; return False if the model has no method for it."""
     part_ids: set[int] = set()
-    for module, (enable, disable, off_args) in _switchable(model):
+    for module, (enable, disable, off_args) in _find_switches(model):
         if id(module) in part_ids:  # set together with the module that contains it
             continue
         part_ids.update(id(part) for part in module.modules())
@@ -40,7 +40,7 @@ def switch(model: Any, value: bool | str) -> bool:
 
 def is_on(model: Any) -> bool | None:
     """Return whether a model recomputes activations; None if unknown."""
-    for module, _ in _switchable(model):
+    for module, _ in _find_switches(model):
         values = (getattr(module, name, None) for name in _IS_ON)  # the old name warns
         return next((value for value in values if isinstance(value, bool)), None)
     return None
@@ -55,7 +55,7 @@ def _options(enable: str, value: bool | str) -> dict[str, Any]:
     return options
 
 
-def _switchable(model: Any) -> Iterator[tuple[Any, tuple[str, str, dict[str, bool]]]]:
+def _find_switches(model: Any) -> Iterator[tuple[Any, tuple[str, str, dict[str, bool]]]]:
     for module in model.modules():  # containers before their parts
         methods = next((m for m in _METHODS if callable(getattr(module, m[0], None))), None)
         if methods is not None and all(getattr(module, name, True) for name in _SUPPORTED):

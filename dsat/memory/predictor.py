@@ -166,7 +166,7 @@ def _corrections(variant: Variant, slots: int) -> _Corrections:
             continue
         by_group.setdefault(group, {})[num_slots] = more
     return {
-        group: _between(by_slots, slots, divided[group]) for group, by_slots in by_group.items()
+        group: _interpolate(by_slots, slots, divided[group]) for group, by_slots in by_group.items()
     }
 
 
@@ -185,7 +185,7 @@ def _excess(facts: ModelFacts, anchor: Anchor, slots: int) -> dict[str, float]:
     return {**more, **dict.fromkeys(_OF_PAIRS.values(), 0.0)}
 
 
-def _between(
+def _interpolate(
     corrections: Mapping[float, Mapping[str, float]], slots: int, divided: bool
 ) -> Mapping[str, float]:
     """Interpolate corrections between numbers of slots, linearly in 1 / slots.
@@ -215,7 +215,7 @@ def _group(config: Mapping[str, Any]) -> str:
     ).strip()
 
 
-def _with_written_bucket(config: Mapping[str, Any], facts: ModelFacts) -> Mapping[str, Any]:
+def _cap_bucket(config: Mapping[str, Any], facts: ModelFacts) -> Mapping[str, Any]:
     """Return a configuration whose gradient bucket is no larger than the trained parameters.
 
     On a CPU, only pages that a process writes use memory, and a small model writes to little of
@@ -269,10 +269,10 @@ class MemoryModel:
 
     def shape(self, config: Mapping[str, Any], script_args: Mapping[str, Any]) -> Shape:
         """Return the memory of a whole DeepSpeed configuration with switches of the script."""
-        facts, corrections, is_guess = self._known_of(script_args)
+        facts, corrections, is_guess = self._find_facts(script_args)
         strategy = read_strategy(config).name
         if self._counts_context and not self._on_device:
-            config = _with_written_bucket(config, facts)
+            config = _cap_bucket(config, facts)
         phases = closed_form.lines(facts, config, slots=self._slots)
         host_bytes = sum(host.training(facts, config, slots=self._slots))
         more = corrections.get(_group(config))
@@ -382,7 +382,7 @@ class MemoryModel:
         minimum = max(self._least_margin, self._margins.get(strategy, 0.0))
         return max(base * self._fragmentation, minimum)
 
-    def _known_of(self, script_args: Mapping[str, Any]) -> tuple[ModelFacts, _Corrections, bool]:
+    def _find_facts(self, script_args: Mapping[str, Any]) -> tuple[ModelFacts, _Corrections, bool]:
         """Return facts and corrections for values of switches, and whether they are a guess."""
         user = self.basis.variants[0]
         args = {

@@ -186,8 +186,8 @@ def _flash_backward(args: Sequence[Any]) -> int:
     """
     gradient, query, key, _, out = args[:5]
     samples, heads, tokens, size = query.shape
-    rows = samples * heads * _up(tokens, 128)
-    padded_size = _up(size, 32) if size <= 192 else 256
+    rows = samples * heads * _round_up(tokens, 128)
+    padded_size = _round_up(size, 32) if size <= 192 else 256
     sources = [t for t in (gradient, out) if not t.transpose(1, 2).is_contiguous()]
     copies = sum(int(t.numel() * t.element_size()) for t in sources)
     return int(4 * rows * (padded_size + 1)) + copies + _shared_heads(query, key)
@@ -212,10 +212,10 @@ def _efficient_backward(args: Sequence[Any]) -> int:
     is_half, keys = query.dtype in _HALF, key.size(2)
     rows = 64 if size <= 64 else 128
     columns = 128 if is_half and 64 < size <= 128 else 64
-    sums = _up(tokens, rows) * _up(size, columns)
+    sums = _round_up(tokens, rows) * _round_up(size, columns)
     if is_half and size > rows:  # more than registers hold
         parts = max(1, min(-(-keys // columns), 200 // (samples * heads)))
-        sums += 2 * parts * columns * _up(size, rows)
+        sums += 2 * parts * columns * _round_up(size, rows)
     return int(4 * samples * heads * (sums + tokens)) + _shared_heads(query, key)
 
 
@@ -227,7 +227,7 @@ def _shared_heads(query: torch.Tensor, key: torch.Tensor) -> int:
     return int(2 * samples * heads * key.size(2) * size * key.element_size())
 
 
-def _up(size: int, multiple: int) -> int:
+def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 

@@ -112,7 +112,7 @@ class BorrowedModel:
         engine, original = self._engine, self._engine.forward
         self._after_forward = dict.fromkeys(("backward", "step"), _refuse_without_forward)
         for name in self._after_forward:
-            setattr(engine, name, self._later(name))
+            setattr(engine, name, self._defer(name))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled() and engine.training:
@@ -121,7 +121,7 @@ class BorrowedModel:
 
         engine.forward = forward
 
-    def _later(self, name: str) -> Callable[..., Any]:
+    def _defer(self, name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: self._after_forward[name](*args, **kwargs)
 
     def capture(self, args: Any, kwargs: Mapping[str, Any]) -> ScriptFacts:

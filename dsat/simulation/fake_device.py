@@ -113,12 +113,12 @@ class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
         match_shape: bool = True,
         align_bytes: int = 1,  # up to 0.18; no effect on powers of two
     ) -> torch.Tensor:
-        return self._pinned(tensor.shape if match_shape else (tensor.numel(),), tensor.dtype)
+        return self._make_pinned(tensor.shape if match_shape else (tensor.numel(),), tensor.dtype)
 
     def _pin_fresh(self, template: torch.Tensor, shape: Any) -> torch.Tensor:
-        return self._pinned(shape, template.dtype)
+        return self._make_pinned(shape, template.dtype)
 
-    def _pinned(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    def _make_pinned(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
         with self._tracker.placing(PINNED):
             return torch.empty(shape, dtype=dtype, device="cpu")
 

@@ -96,7 +96,7 @@ class FakeParameters:
         self._replace(torch.nn.Parameter, "__new__", self._new_parameter)
         self._replace(torch.nn.Module, "register_buffer", self._register_buffer)
         self._replace(torch.nn.Module, "_apply", convert_in_place)
-        self._replace(FakeTensor, "__deepcopy__", lambda _: _copied)
+        self._replace(FakeTensor, "__deepcopy__", lambda _: _deep_copy)
         for name in _INITIAL_VALUES:
             self._replace(torch, name, self._initial_values)
         self._replace(torch, "load", self._load)
@@ -246,7 +246,7 @@ def assign(tensor: torch.Tensor, other: torch.Tensor) -> None:
             tensor.fake_device = other.fake_device
 
 
-def _copied(tensor: Any, memo: dict[int, Any]) -> Any:
+def _deep_copy(tensor: Any, memo: dict[int, Any]) -> Any:
     """Deep-copy a fake tensor; a parameter stays a parameter."""
     if id(tensor) not in memo:
         with torch.no_grad():

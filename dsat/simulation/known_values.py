@@ -69,7 +69,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return self._view(func, args, kwargs)
         if not is_known:
             self._forget_written(func, args, kwargs)
-            out: Any = super().__torch_dispatch__(func, types, self._moved(func, args), kwargs)
+            out: Any = super().__torch_dispatch__(func, types, self._to_fake(func, args), kwargs)
             self._forget_parts(out, (*args, *kwargs.values()))
             if func in _COMPARISONS and out.numel() == 1:
                 # As with `item()`: DeepSpeed up to 0.19.2 asserts that a norm is above 0.
@@ -78,14 +78,14 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return out
         if torch.Tag.dynamic_output_shape in func.tags:
             return self._wrap_real(self._run(func, args, kwargs), next(tensors_in(args)).device)
-        out = super().__torch_dispatch__(func, types, self._moved(func, args), kwargs)
+        out = super().__torch_dispatch__(func, types, self._to_fake(func, args), kwargs)
         if self._may_be_known(out, has_inputs=any(True for _ in tensors_in((args, kwargs)))):
             self._add_values(out, func, args, kwargs)
         else:
             self._forget_written(func, args, kwargs)
         return out
 
-    def _moved(self, func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+    def _to_fake(self, func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
         """Return the arguments of an operator, with a fake tensor for a real one that it copies.
 
         The device to which it copies may not exist.

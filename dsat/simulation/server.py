@@ -178,7 +178,7 @@ class SimulationServer:
             The reason, if it differs from the error's own message; otherwise an empty string.
         """
         if self._number is not None:
-            self._end_of_child({"failed": _described(error)[:500]})
+            self._end_of_child({"failed": _describe(error)[:500]})
         if error is None:
             return ""
         if isinstance(error, SimulationUnsupported):
@@ -199,7 +199,7 @@ class SimulationServer:
         os._exit(_ANSWERED)
 
 
-def _described(error: BaseException | None) -> str:
+def _describe(error: BaseException | None) -> str:
     if error is None:
         return "the script ended"
     traceback.print_exception(error)  # into the run's log

@@ -146,7 +146,7 @@ def _known_secrets(command: tuple[str, ...], variables: int) -> tuple[str, ...]:
     """
     secrets = set()
     for words in (command, " ".join(command).split()):  # also inside of `bash -c '...'`
-        for word, (visible, name) in zip(words, _named(words), strict=True):
+        for word, (visible, name) in zip(words, _split(words), strict=True):
             secrets |= {word.removeprefix(visible)} if name else set()
     secrets |= {value for name, value in os.environ.items() if is_secret(name, value)}
     hidden = {
@@ -194,7 +194,7 @@ def _hide_secrets(text: str, secrets: tuple[str, ...]) -> str:
 
 def hide_secrets_in_words(words: Iterable[str]) -> list[str]:
     """Return the words of a command with `***` in place of anything that looks like a secret."""
-    return [f"{rest}{HIDDEN}" if name else hide_secrets(rest) for rest, name in _named(words)]
+    return [f"{rest}{HIDDEN}" if name else hide_secrets(rest) for rest, name in _split(words)]
 
 
 def shell_line(words: Sequence[str], folder: Path) -> str:
@@ -207,7 +207,7 @@ def shell_line(words: Sequence[str], folder: Path) -> str:
     """
     line: list[str] = []
     flag = ""
-    for number, (word, (visible, name)) in enumerate(zip(words, _named(words), strict=True)):
+    for number, (word, (visible, name)) in enumerate(zip(words, _split(words), strict=True)):
         if not name and _has_secret(word.replace(str(folder.resolve()), "")):
             key, equals, _ = word.partition("=")
             is_named = equals and _FLAG.fullmatch(key) and not _has_secret(key)
@@ -224,7 +224,7 @@ def shell_word(text: str) -> str:
     if not _UNPRINTABLE.search(text):
         return shlex.quote(text)
     text = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"$'{_UNPRINTABLE.sub(_as_bytes, text)}'"
+    return f"$'{_UNPRINTABLE.sub(_escape_bytes, text)}'"
 
 
 def redacted_command(words: Iterable[str]) -> str:
@@ -232,7 +232,7 @@ def redacted_command(words: Iterable[str]) -> str:
     return " ".join(map(shell_word, hide_secrets_in_words(words)))
 
 
-def _as_bytes(match: re.Match[str]) -> str:
+def _escape_bytes(match: re.Match[str]) -> str:
     """Return the escapes of a character's bytes; a surrogate stands for a byte of a file name."""
     return "".join(f"\\x{byte:02x}" for byte in match[0].encode("utf-8", "surrogateescape"))
 
@@ -255,7 +255,7 @@ def _has_secret(text: str) -> bool:
     return hide_secrets(text) != text
 
 
-def _named(words: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _split(words: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield each word without its secret, and the name that denotes the secret (or "")."""
     flag, count = "", 0
     for word in words:

@@ -289,7 +289,7 @@ class Supervisor:
         ranks = {pid for group in (ended, *self._groups.values()) for pid in group.pids}
         strays = _descendants([os.getpid()], recursive=False) - ranks - self._helpers
         if self._groups:  # other trials may have left orphans, too
-            strays = {pid for pid in strays if _started_by(pid, ended.folder)}
+            strays = {pid for pid in strays if _is_of_trial(pid, ended.folder)}
         return strays | _descendants(strays)
 
 
@@ -304,7 +304,7 @@ def _descendants(pids: Iterable[int], *, recursive: bool = True) -> set[int]:
     return descendants
 
 
-def _started_by(pid: int, folder: str) -> bool:
+def _is_of_trial(pid: int, folder: str) -> bool:
     """Return whether a process belongs to a trial, by its environment or its output files."""
     try:
         if psutil.Process(pid).environ().get(TRIAL_VARIABLE) == folder:

@@ -82,7 +82,7 @@ def _inspect() -> Machine:
         expandable_segments=name == "cuda" and has_nvml(),
         left_out=(
             *broken,
-            *(_invisible(name, device) for device in find_chosen_devices(variables)[len(ids) :]),
+            *(_explain(name, device) for device in find_chosen_devices(variables)[len(ids) :]),
             *(
                 f"{text}, so it is not used"
                 for device, text in uses.items()
@@ -173,7 +173,7 @@ def find_chosen_devices(
     return []
 
 
-def _invisible(accelerator: str, device: str) -> str:
+def _explain(accelerator: str, device: str) -> str:
     """Return a message that explains why the driver does not show a device that the user chose."""
     if device.startswith("MIG-"):
         return f"{accelerator} {device} is not used: CUDA gives a process only one MIG device"

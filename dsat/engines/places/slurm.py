@@ -122,7 +122,7 @@ class Allocation:
         names = _ask("scontrol", "show", "hostnames", self.nodes).split()
         details = _ask("scontrol", "--oneliner", "show", "node", self.nodes)
         addresses = dict(re.findall(r"^NodeName=(\S+) .*?\bNodeAddr=(\S+)", details, re.M))
-        cpus = _expanded(self.cpus)
+        cpus = _expand_counts(self.cpus)
         if len(cpus) != len(names):
             raise EngineError(
                 f"Slurm lists {fmt.count(len(names), 'node')} ({self.nodes}), but processors for "
@@ -207,7 +207,7 @@ def _ask(*command: str) -> str:
         raise EngineError(f"{name}: {message or f'exit status {error.returncode}'}") from None
 
 
-def _expanded(cpus: str) -> list[int]:
+def _expand_counts(cpus: str) -> list[int]:
     """Expand Slurm's short form of one number per node: "32(x2),16" means [32, 32, 16]."""
     counts = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", cpus):

@@ -77,7 +77,7 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
     """
     if shutil.which("ssh") is None:
         raise UserInputError("needs ssh, which is not installed", where="--hostfile")
-    ways = {name: _way_to(name, port) for name in names}
+    ways = {name: _find_address(name, port) for name in names}
     interfaces = psutil.net_if_addrs().values()
     local_addresses = {entry.address for interface in interfaces for entry in interface}
     host_name = socket.gethostname()  # /etc/hosts may give it the address 127.0.1.1
@@ -168,7 +168,7 @@ def _identify(name: str, process: subprocess.Popen[str]) -> list[str]:
     )
 
 
-def _way_to(name: str, port: int | None) -> tuple[str, bool]:
+def _find_address(name: str, port: int | None) -> tuple[str, bool]:
     """Return the address at which ssh finds a host, and whether it is surely the host's own.
 
     If ssh uses a proxy, or a port other than 22, which may be forwarded, the address may belong to

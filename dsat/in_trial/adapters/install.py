@@ -89,14 +89,14 @@ def adapt(module: ModuleType) -> None:
             continue  # absent in this version of the library
         original = getattr(owner, name)
         if isinstance(original, property):
-            setattr(owner, name, _adapted_property(original, adapter))
+            setattr(owner, name, _adapt_property(original, adapter))
             continue
         wrapt.wrap_object(module, adapter.attribute, _Adapted, (adapter,))
         if module in (io, os):
             _adapt_pathlib(name, original, getattr(module, name))
 
 
-def _adapted_property(original: Any, adapter: Adapter) -> property:
+def _adapt_property(original: Any, adapter: Adapter) -> property:
     enter = entrance(adapter)
     return property(lambda owner: enter(functools.partial(original.fget, owner), owner, (), {}))
 

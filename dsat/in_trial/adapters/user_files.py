@@ -116,7 +116,7 @@ class UserFiles:
             failures.unwritten.add(new.resolve())
         elif old.is_file():
             self._copies.mkdir(exist_ok=True)
-            shutil.copyfile(old, self._stand_in(new))
+            shutil.copyfile(old, self._copy_path(new))
             os.unlink(old)
 
     def instead_of(self, raw_path: Any, mode: str) -> Any:
@@ -128,12 +128,12 @@ class UserFiles:
         if path is None:
             return raw_path
         if not set(mode) & set("wax+"):
-            has_stand_in = self._copies.exists() and self._stand_in(path).exists()
-            return self._stand_in(path) if has_stand_in else raw_path
+            has_stand_in = self._copies.exists() and self._copy_path(path).exists()
+            return self._copy_path(path) if has_stand_in else raw_path
         target = path.resolve()
         if self.is_scratch(target) or not (target.is_file() and self.is_older(target)):
             return raw_path
-        stand_in = self._stand_in(path)
+        stand_in = self._copy_path(path)
         if stand_in.exists() or "w" in mode or "x" in mode:
             self._copies.mkdir(exist_ok=True)
         elif target.stat().st_size <= _LARGEST_COPIED_BYTES:
@@ -143,7 +143,7 @@ class UserFiles:
             return raw_path
         return stand_in
 
-    def _stand_in(self, path: Path) -> Path:
+    def _copy_path(self, path: Path) -> Path:
         target = path.resolve()
         digest = hashlib.sha256(os.fsencode(target)).hexdigest()[:16]
         return self._copies / f"{digest}-{target.name}"
