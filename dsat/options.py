@@ -173,7 +173,7 @@ class Option:
         return self.kind.collect(map(self.read, _listed(value)))
 
     def to_words(self, value: Any) -> list[str] | None:
-        """Return the words of the command line for a Python value; None if there are none."""
+        """Return the words of the command line for a Python value; None if no words express it."""
         flag = self.flags[-1]
         if value is None or self.kind is None:
             return [flag] if value else []

@@ -188,7 +188,7 @@ def looks_like_hf(args: Sequence[str]) -> bool:
 
 
 def mappings_for(args: Sequence[str], given: Mapping[str, str]) -> dict[str, str]:
-    """Return the flags to set for a trial, by setting: of TrainingArguments and the user (`given`).
+    """Return the flags that trials set, by setting: TrainingArguments' and the user's (`given`).
 
     Batch size flags of the Trainer have the same meaning in scripts without a Trainer.
     """
@@ -304,7 +304,7 @@ def _needs_flag(config: Mapping[str, Any], key: str) -> bool:
 
 
 def expected_flags(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, int]:
-    """Return the values of a Trainer's batch-size flags on which `sizes` depend, by flag.
+    """Return the Trainer's batch-size flags that `config` depends on, with values from `sizes`.
 
     `config` is the user's DeepSpeed configuration, and `sizes` are its batch sizes.
     """

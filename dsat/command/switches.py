@@ -167,7 +167,7 @@ def field_of(name: str) -> str | None:
 
 
 def is_of_code(name: str, found: Mapping[str, ScriptSwitch]) -> bool:
-    """Return whether a script has TrainingArguments, but its code sets a field elsewhere."""
+    """Return whether the script has TrainingArguments but sets the field `name` outside of them."""
     in_arguments = any(switch.in_arguments for switch in found.values())
     is_field = name in found and field_of(name) is not None
     return is_field and in_arguments and not found[name].in_arguments

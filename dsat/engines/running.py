@@ -29,7 +29,7 @@ class Running:
         shares: devices of the trial on each host, in the order of its ranks.
         method: method by which its ranks were started.
         alone: whether its hosts must not run another trial.
-        counted_s: seconds counted against the time limit until `read_s`.
+        counted_s: seconds counted against the time limit until the time `read_s`.
         beside: whether another trial or a simulation ran at the same time.
         ended: the supervisors' "ended" messages, by host.
         lost: message about the host whose loss ended the trial; empty if none.

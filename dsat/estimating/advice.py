@@ -34,8 +34,8 @@ class Advice:
         gpu: type of GPU whose speed is predicted; empty if speeds are unknown. The strategy is then
             the first that practitioners try.
         needed: bytes that a device needs for a micro batch of 1.
-        other: strategy to compare with: the fastest, or else the first that practitioners try,
-            whichever is not the advised one; None if both are, or if speeds are unknown.
+        other: strategy to compare with: the fastest or, if that is advised, the first that
+            practitioners try; None if these are the same, or if speeds are unknown.
         speedup: predicted speed, relative to `other`.
     """
 

@@ -119,7 +119,7 @@ class Fit:
 
 
 def _size(size_bytes: int) -> str:
-    """Return a size as the user is likely to have written it."""
+    """Return a size in GB, if whole, and GiB: the user may have written either."""
     gigabytes, rest = divmod(size_bytes, _GB)
     size = fmt.memory(size_bytes)
     return size if rest else f"{gigabytes:,} GB ({size})"

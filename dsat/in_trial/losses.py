@@ -110,7 +110,7 @@ class LossWatch:
             self._norm = _total_norm(engine.module.parameters())
 
     def end_step(self, *, micro_steps: int, applied: bool) -> None:
-        """Finish an optimizer step; without `micro_steps` (0), each loss counts as one."""
+        """Finish an optimizer step; if `micro_steps` is 0, the number of losses replaces it."""
         self._steps.append(_Step(self._sum, micro_steps or self.count, applied))
         self._sum, self.count = None, 0
         if not self._needs_norm:
@@ -122,7 +122,7 @@ class LossWatch:
             self._norm = self._engine.get_global_grad_norm()
 
     def _is_misreported(self) -> bool:
-        """Return whether DeepSpeed's norm is wrong: of Muon's updates, or scaled without fp16."""
+        """Return whether DeepSpeed's norm is of Muon's updates, or is scaled without fp16."""
         engine = self._engine
         if engine.zero_optimization_stage() > 0 and type(engine.basic_optimizer).__name__ == MUON:
             return True

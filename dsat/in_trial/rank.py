@@ -359,7 +359,7 @@ def _adapt_to_machine(spec: RankSpec) -> RankSpec:
 
 
 def _limit(budget_bytes: int) -> None:
-    """Limit this process's memory after the imports that DeepSpeed 0.19.8 would do later."""
+    """Import what DeepSpeed 0.19.8 would import later, then limit this process's memory."""
     importlib.import_module("torch._inductor.compile_fx")
     limit_memory(budget_bytes)
 

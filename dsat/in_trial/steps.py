@@ -114,14 +114,14 @@ def relative_ci95(values: Sequence[float]) -> float:
 
 
 def steps_wanted(count: int, ci95: float, most: int) -> int:
-    """Return the total number of steps to measure before the next check, above `count`."""
+    """Return the total number of steps before the next check, above the `count` measured."""
     wanted = count + 1 if math.isinf(ci95) else math.ceil(count * (ci95 / CI_TARGET) ** 2)
     # At most double: the first few steps hardly show the spread.
     return max(count + 1, min(most, wanted, 2 * count))
 
 
 def _accidents(values: Sequence[float], may_be: Sequence[bool]) -> list[int]:
-    """Return the positions of far longer steps; none if they are frequent or may have a reason."""
+    """Return positions of far longer steps; none if frequent, or if `may_be` is False for one."""
     median = statistics.median(values)
     spread = 1.4826 * statistics.median([abs(value - median) for value in values])
     bound = median + max(_FAR * spread, _FAR_AT_LEAST * median)

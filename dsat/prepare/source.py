@@ -86,7 +86,7 @@ class Source:
         return (slots or 1) if is_plain or self.is_script else None
 
     def run_to_training(self, timeout_s: float, slots: int | None = None) -> Source:
-        """Run the command up to its training; return the source with what this run shows."""
+        """Run the command up to its training; return the source with facts that the run shows."""
         _log.info("running `%s` up to its training", shlex.join(self.command))
         # Instead of a command for several hosts, one rank of its script runs here.
         launch = self.program.launch
@@ -334,7 +334,7 @@ def _changes(own: Mapping[str, Any], passed: Mapping[str, Any]) -> bool:
 
 
 def _find_sizes(own: Mapping[str, Any], passed: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the values by which the script replaced "auto" batch sizes, and Ulysses' size."""
+    """Return the script's values of "auto" batch sizes and of the sequence-parallel size."""
     _, *sizes = ds_config.BATCH_KEYS  # the global batch size follows from the others
     left = [key for key in sizes if own.get(key) == ds_config.AUTO]
     found = {key: (passed or {}).get(key) for key in [*left, SEQUENCE_SIZE]}

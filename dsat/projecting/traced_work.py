@@ -224,19 +224,19 @@ def _kernel_s(kernel: Kernels, gpu: GpuModel) -> float:
 
 
 def _once(trace: StepTrace, kind: str) -> float:
-    """Return how many more bytes the passes of the last micro step move than those before it."""
+    """Return how many more bytes of `kind` the last micro step's passes move than earlier ones."""
     last, each = (trace.bytes_of(kind, _PASSES, last=of) for of in (True, False))
     return max(0.0, last - each)
 
 
 def _added_bytes(trace: StepTrace, model: ModelTrace, *, last: bool) -> float:
-    """Return the bytes that the engine moves in the passes beyond those of the model's kernels."""
+    """Return the bytes that the engine moves in the passes in addition to the model's kernels."""
     of_model = sum(k.bytes * k.count for k in model.at(trace.micro_batch) if k.kind == MEMORY)
     return max(0.0, trace.bytes_of(MEMORY, _PASSES, last=last) - of_model)
 
 
 def _at(trace: StepTrace, micro_batch: int, parallelism: Parallelism) -> list[Collectives]:
-    """Return the collectives at another micro batch, which scales those that carry activations."""
+    """Return the collectives at another micro batch; those that carry activations are scaled."""
     ratio = micro_batch / trace.micro_batch
 
     def carries_activations(group: Collectives) -> bool:

@@ -186,7 +186,7 @@ class Decisions:
 
     @property
     def _plan_of_search(self) -> Plan:
-        """The plan, limited to the script's own micro batch if trials cannot change this one."""
+        """The plan, limited to the script's own micro batch if trials cannot change it."""
         outcomes = self.run.outcomes.values()
         fixed = next((each.fixed_batch for each in outcomes if each.fixed_batch), None)
         if fixed is None or self.run.batch_flag.name:

@@ -155,7 +155,7 @@ class Predictions:
 
     @property
     def best_sizes(self) -> list[float]:
-        """The micro batch of the best so far, if there is one."""
+        """A list with the micro batch of the best configuration so far; empty without one."""
         best = self.incumbent
         return [] if best is None else [float(best[0].micro_batch[0])]
 

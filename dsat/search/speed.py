@@ -89,9 +89,9 @@ class Prior:
         effects: standard deviation of each trait's effect on the log seconds, (values,).
         factors: mean and standard deviation of the logarithms of the learned factors.
         level_sd: standard deviation of any residual, which limits how much two residuals differ. A
-            tenfold value changes every replay by less than 0.1 points.
+            tenfold value changes `benchmarks/replay.py` by less than 0.1 percentage points.
         growth_sd: standard deviation of the residual's slope per doubling of the micro batch.
-            Without it, replays end 0.1 points lower.
+            Without it, the results of `benchmarks/replay.py` are 0.1 percentage points lower.
     """
 
     hardware: Hardware

@@ -21,7 +21,7 @@ class BatchRule:
         train_batch_size: if given, the exact global batch size of every configuration.
         divisible_by: micro batches are multiples of this.
         micro_batches: the only micro batches to try; empty for no such limit.
-        min_micro_batch, max_micro_batch: inclusive bounds; None for `LARGEST_MICRO_BATCH`.
+        min_micro_batch, max_micro_batch: inclusive bounds; no maximum means `LARGEST_MICRO_BATCH`.
         max_train_batch_size: if given, accumulation fills the global batch up to this size.
     """
 

@@ -286,7 +286,7 @@ def _groups(rule: BatchRule) -> str:
 
 
 def find_script_switches(program: Entrypoint, given: Mapping[str, str]) -> dict[str, bool]:
-    """Return activation checkpointing with the user's value, if the script has a flag for it."""
+    """Return the user's value of activation checkpointing, by name; empty if no flag sets it."""
     flag = script_args.mappings_for(program.args, given).get(CHECKPOINTING)
     if flag is None:
         return {}

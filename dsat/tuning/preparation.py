@@ -78,7 +78,7 @@ class Prepared:
         return [*plans.make_notes(self.settings, self.plan), *of_section]
 
     def after(self, run: Run) -> Prepared:
-        """Return a copy that starts ranks without the problems that earlier trials reported."""
+        """Return a copy that avoids the problems in starting ranks that earlier trials reported."""
         shown = {warning for outcome in run.outcomes.values() for warning in outcome.warnings}
         settings, hosts, program = self.settings, self.hosts, self.program
         # The reason may follow in parentheses.

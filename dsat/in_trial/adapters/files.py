@@ -101,7 +101,7 @@ def open_file(call: Call) -> Any:
 
 
 def read(call: Call) -> Any:
-    """Read the copy of an older file, if the script has written one."""
+    """Read the trial's copy of an older file, if the script has written to that file."""
     given = call.argument("filename", 0)
     if isinstance(given, (str, os.PathLike)):
         call = call.replace("filename", 0, str(call.trial.files.instead_of(given, "r")))
