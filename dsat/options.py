@@ -218,7 +218,7 @@ def options_of(settings: Any) -> Iterator[Option]:
 
 
 def check_together(settings: Any) -> None:
-    """Raise UserInputError if an option requires a missing one, or excludes another one."""
+    """Raise UserInputError if an option requires one that is missing, or excludes a given one."""
     options = options_of(settings)
     given = {o.flags[-1]: o for o in options if getattr(settings, o.name) != o.initial}
     for flag, declared in given.items():

@@ -209,7 +209,7 @@ def at(config: Mapping[str, Any], path: str) -> Any:
 
 
 def check_groups(config: Mapping[str, Any], slots: int, *, where: str) -> None:
-    """Raise UserInputError if a configuration's groups do not divide the devices of a trial."""
+    """Raise UserInputError unless the parallel sizes and the hpZ size divide a trial's devices."""
     shared = parallelism.read_parallelism(config)
     if slots % shared.shared:
         raise UserInputError(

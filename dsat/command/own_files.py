@@ -55,7 +55,7 @@ class Form:
     """A kind of file that holds a framework's training arguments.
 
     Attributes:
-        marks: alternatives that identify the kind: each has one or more keys, all of them present.
+        marks: a file is of this kind if it has all (space-separated) keys of one of these texts.
         fields: keys by field of TrainingArguments; empty if all fields keep their names.
         opposites: keys that hold the inverted value, by field of TrainingArguments.
         is_strict: whether the reader of the file may refuse keys that dsat adds.

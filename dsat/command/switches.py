@@ -252,7 +252,7 @@ def checkpointing(value: str) -> dict[str, Any]:
 
 
 def parse(text: Any) -> tuple[str, tuple[Any, ...]]:
-    """Read `NAME=v1,v2`, `--flag=v1,v2`, `ENV:NAME=v1,v2` or a bare `--flag`.
+    """Return name and values of `NAME=v1,v2`, `--flag=v1,v2`, `ENV:NAME=v1,v2` or `--flag`.
 
     Values of flags and variables stay text. Values of fields become numbers or booleans if they
     look like them. A bare flag has the values False and True. Any other name that is not in

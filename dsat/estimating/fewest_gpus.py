@@ -53,7 +53,7 @@ def fewest(
     host_memory: int | None = None,
     sizes: Sequence[int] = SIZES,
 ) -> list[Choice]:
-    """Return the fewest GPUs of each size without offloading, and with it if fewer are then enough.
+    """Return the fewest GPUs of each size without offloading, and with it if that needs fewer.
 
     Args:
         base: the user's DeepSpeed configuration.

@@ -181,7 +181,7 @@ def _devices(settings: EstimateSettings) -> EstimateSettings:
 
 
 def _check(model: SimulatedModel, devices: EstimateSettings, candidate: _Candidate) -> Fit:
-    """Predict a configuration's memory by simulation or `--formula`, and compare it."""
+    """Predict a configuration's memory (by formula with `--formula`); compare it with `devices`."""
     [slots], [gpu_bytes] = devices.slot_counts, devices.slot_memories
     batch = ds_config.resolve_batch(model.config, slots, where="--fits")
     config = {**ds_config.drop_batch_sizes(candidate.config), ds_config.BATCH_KEYS[2]: batch.gas}

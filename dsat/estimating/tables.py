@@ -268,7 +268,7 @@ def opened(settings: EstimateSettings) -> Iterator[LineByLine]:
 
 
 def estimate(settings: EstimateSettings) -> Estimate:
-    """Simulate a model and return its tables; raises as `opened` does."""
+    """Simulate a model and return its tables; raise the same errors as `opened`."""
     with opened(settings) as found:
         for _ in found.simulate():
             pass

@@ -129,7 +129,7 @@ class LossWatch:
         return getattr(engine.optimizer, "cur_scale", 1.0) != 1.0 and not engine.fp16_enabled()
 
     def read(self, mean_over_ranks: Callable[[list[float]], list[float]]) -> None:
-        """Read the losses of new steps, a collective call; raises Diverged if they diverge."""
+        """Read the losses of new steps, a collective call; raise Diverged if they diverge."""
         new = self._steps[self._num_read :]
         if not new:
             return
@@ -146,7 +146,7 @@ class LossWatch:
         self._check()
 
     def curve(self) -> TrainingCurve:
-        """Return the losses and the gradient norm so far; waits for the device."""
+        """Wait for the device; return the losses and the gradient norm so far."""
         count = self._num_read
         kept = [i for i in range(count) if i < FIRST_STEPS or i >= count - LAST_STEPS]
         norm = math.nan if self._norm is None else float(self._norm)  # waits for the device
@@ -203,7 +203,7 @@ def is_in_backward() -> bool:
 
 
 def _numbers(values: Sequence[Any]) -> list[float | None]:
-    """Convert scalar tensors to floats, and keep None; waits for the device once."""
+    """Convert scalar tensors to floats, waiting for the device once; None stays None."""
     import torch
 
     tensors = [value for value in values if value is not None]

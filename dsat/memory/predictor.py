@@ -46,7 +46,7 @@ class Anchor:
     """A simulated configuration.
 
     Attributes:
-        slots: number of simulated slots; None if memory is predicted for the same number.
+        slots: number of simulated slots; None if it is the number for which memory is predicted.
     """
 
     config: Mapping[str, Any]

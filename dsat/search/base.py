@@ -101,7 +101,7 @@ class Costs(Protocol):
         """Seconds that the search may still take."""
 
     def are_too_long(self, step_s: Any) -> Any:
-        """Return which trials must not start, given the seconds of an optimizer step."""
+        """Return whether each trial must not start, given its seconds per optimizer step."""
 
     def are_unaffordable(self, step_s: Any) -> Any:
         """Return which trials take more time than they are worth, given the seconds of a step."""

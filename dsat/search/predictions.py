@@ -166,7 +166,7 @@ class Predictions:
         return history is not None and not history.admits_any(sizes)
 
     def find_open(self, key: Key, sizes: Array) -> Array:
-        """Return which micro batches may be tried with the given settings, (n,)."""
+        """Return a mask of the micro batches that may be tried with the given settings, (n,)."""
         known, history = self.configurations, self.histories.get(key)
         most = math.inf if known.memory is None else known.edge(key)
         is_open: Array = sizes <= most

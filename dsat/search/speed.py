@@ -284,7 +284,7 @@ def _find_factors(measured: Measurements, theta: Array, scales: Scales) -> Array
     root = np.linalg.inv(np.linalg.cholesky(measured.covariance(scales)))
 
     def evaluate(theta: Array) -> tuple[float, Array]:
-        """Return -2 log posterior (plus a constant), and the next step."""
+        """Return -2 log posterior (plus a constant), and the next Gauss-Newton step."""
         apart, towards = (root @ each for each in measured.linearize(theta))
         from_prior = (theta - prior.mean) / prior.variance
         total = float(apart @ apart + (theta - prior.mean) @ from_prior)

@@ -31,7 +31,7 @@ def make_plots(view: RunView) -> list[Spec]:
 
 
 def _throughput(view: RunView) -> Spec | None:
-    """Plot the metric over the micro batch, a line per strategy; mark trials out of memory."""
+    """Plot the metric over the micro batch, a line per strategy; mark out-of-memory trials."""
     metric = view.plan.metric
     tried = [each for each in view.trials if each.trial.kind is not TrialKind.PROFILE]
     shown = [_row(each, metric) for each in tried]
@@ -80,7 +80,7 @@ def _throughput(view: RunView) -> Spec | None:
 
 
 def _step_times(view: RunView) -> Spec | None:
-    """Plot the parts of an optimizer step per sample, so that batches compare."""
+    """Plot the parts of an optimizer step per sample, to compare different batch sizes."""
     rows = []
     for each in view.ranked[:_MOST_BARS]:
         metrics = each.outcome and each.outcome.metrics
