@@ -276,7 +276,7 @@ def duration_s(value: str | float) -> float:
 
 
 def at_least(least: int, most: int = LARGEST_INTEGER) -> Kind:
-    """Return the kind of whole numbers from `least` to `most`."""
+    """Return the `Kind` of option whose values are whole numbers from `least` to `most`."""
 
     def read(value: str | int) -> int:
         try:
@@ -338,7 +338,7 @@ def _path(value: Any) -> Path:
 
 
 def _arg_mapping(text: Any) -> tuple[str, str]:
-    """Return the parts of `KEY=FLAG`; add dashes to the flag if it has none."""
+    """Return key and flag of `KEY=FLAG`, adding dashes to a bare flag; raise ValueError if bad."""
     if isinstance(text, tuple):
         text = "=".join(map(_word, text))
     key, _, flag = (part.strip() for part in _word(text).partition("="))
@@ -361,7 +361,7 @@ ALL_LINEAR = "all-linear"  # PEFT's word for all linear layers except the output
 
 
 def _lora(value: Any) -> dict[str, str]:
-    """Return the parts of `r=16,target=q_proj+v_proj,dropout=0.05` by name, as text."""
+    """Return `r=16,target=q_proj+v_proj,dropout=0.05` as texts by name; raise ValueError if bad."""
     if not isinstance(value, Mapping):
         value = dict(part.partition("=")[::2] for part in _word(value).split(","))
     found = {str(key).strip(): _joined(part).strip() for key, part in value.items()}

@@ -169,7 +169,7 @@ class Rewriting:
             self._follow_launcher()
 
     def _replace(self, position: int) -> Form | None:
-        """Replace a word that names a file by the file's copy; return the file's form, if known."""
+        """Replace a word that names a file by the file's copy; return the file's form, or None."""
         word, before = self.words[position], self.words[position - 1]
         if position and before.replace("-", "_") == f"__{_ACCELERATE}":
             self.words[position] = self._accelerate_file(word)

@@ -177,7 +177,7 @@ def submit(ready: Submission, *, detach: bool) -> Submitted:
 
 
 def follow(experiment_id: int) -> Submitted:
-    """Follow a search to its end; `experiment_id` is the search runner's experiment."""
+    """Follow a search to its end; raise UserInputError if `experiment_id` has no search."""
     choice = choose("determined")
     assert choice.master is not None
     clients.check_installed(choice.master)
@@ -193,7 +193,7 @@ def follow(experiment_id: int) -> Submitted:
 
 
 def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
-    """Log the lines of a search runner until its end, and write the result files."""
+    """Log the lines of a search runner until its end, then write the result files."""
     number = submitted.experiment_id
     try:
         state, found = clients.follow(master, number, _log.info)

@@ -104,7 +104,7 @@ def _best(
 
 
 def _usual_gpu(size: int) -> GpuModel | None:
-    """Return the fastest type of GPU with about this memory; None if there is none."""
+    """Return the fastest type of GPU with about `size` bytes of memory; None if there is none."""
     known = [c for c in gpus.table().values() if abs(c.memory_bytes - size) < _SIZE_TOLERANCE]
     return max(known, key=lambda gpu: gpu.peak(2), default=None)
 

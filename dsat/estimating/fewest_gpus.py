@@ -70,7 +70,7 @@ def fewest(
         counts = [n for n in counts if total % (each * shared.data(n)) == 0]
 
     def on(gpus: int, size: int, among: Sequence[Strategy]) -> list[Choice]:
-        """Return a choice for each strategy that fits the GPUs; ignore the host's memory."""
+        """Return a choice for each strategy in `among` that fits the GPUs; ignore host memory."""
         choices, facts = [], basis.variants[0].facts
         model = MemoryModel(basis, slots=gpus, limit_bytes=size, on_device=True)
         for strategy in among:

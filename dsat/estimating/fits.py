@@ -162,7 +162,7 @@ def fit(settings: EstimateSettings) -> Fit:
 
 
 def _devices(settings: EstimateSettings) -> EstimateSettings:
-    """Return the settings for a table of only the devices of `settings.fits`."""
+    """Return settings for a table of `settings.fits`; raise UserInputError if values conflict."""
     assert settings.fits is not None
     slots, gpu_bytes, host_memory = settings.fits
     if host_memory is None:

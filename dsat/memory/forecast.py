@@ -67,7 +67,7 @@ class Forecast:
         return self.model.fits(shape, max(1, math.floor(micro_batch / beyond)))
 
     def describe(self) -> list[str]:
-        """Return a line about each strategy's memory and, if so, why nothing was simulated.
+        """Return a line about each strategy's memory; if nothing was simulated, add the reason.
 
         A line describes a strategy with the first value of every searched setting.
         """

@@ -233,7 +233,7 @@ def _mark_word(program: Entrypoint, folder: Path) -> Entrypoint:
 
 
 def _config_of_command(given: Path | None, program: Entrypoint, folder: Path) -> Path | None:
-    """Return the configuration that `--ds-config` or the script's arguments name, if any."""
+    """Return the configuration in `--ds-config` or the arguments; None if neither names one."""
     named = None if program.config_path is None else folder / program.config_path
     if given is not None and not given.is_file():
         raise UserInputError("there is no such file", where=f"--ds-config {given}")

@@ -31,7 +31,7 @@ def make_plots(view: RunView) -> list[Spec]:
 
 
 def _throughput(view: RunView) -> Spec | None:
-    """Plot the metric over the micro batch, a line per strategy; mark out-of-memory trials."""
+    """Plot the metric over the micro batch by strategy; mark trials that ran out of memory."""
     metric = view.plan.metric
     tried = [each for each in view.trials if each.trial.kind is not TrialKind.PROFILE]
     shown = [_row(each, metric) for each in tried]

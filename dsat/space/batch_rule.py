@@ -42,7 +42,7 @@ class BatchRule:
 
     @property
     def allowed_micro_batches(self) -> Sequence[int]:
-        """All allowed micro batches, ascending; none if the limits contradict each other."""
+        """All allowed micro batches, ascending; empty if the limits contradict each other."""
         smallest, largest = self.min_micro_batch, self.max_micro_batch or LARGEST_MICRO_BATCH
         if self.max_train_batch_size is not None:
             largest = min(largest, self.max_train_batch_size // self.most_groups)

@@ -164,7 +164,7 @@ _OF_DEEPSPEED = frozenset(
 def client_state(folder: Path, tag: str | None) -> tuple[str | None, dict[str, Any] | None]:
     """Return the client state of a checkpoint, as DeepSpeed's `load_checkpoint` does.
 
-    Model and optimizer are not loaded: a checkpoint fits one ZeRO stage, and trials use others.
+    Model and optimizer are not loaded: a checkpoint fits one ZeRO stage, and trials use several.
 
     Returns:
         The path of a model file, and the client state; None for both if there is no checkpoint.
