@@ -235,7 +235,7 @@ class Rewriting:
         ]
 
     def _follow_launcher(self) -> None:
-        """Set the options of `accelerate launch`; add the DeepSpeed file if none names it yet."""
+        """Set the options of `accelerate launch`; add the DeepSpeed file if it is not named yet."""
         name = Path(self.words[0]).name
         begin = ("python" if name.startswith("python") else name, *self.words[1:])
         end = next((len(each) for each in _LAUNCHERS if begin[: len(each)] == each), None)

@@ -308,7 +308,7 @@ class Runner:
         self._master.describe(self._runner_id, text)
 
     def _train(self, best: Trial) -> int:
-        """Submit the full-length run unless this was done; return its experiment."""
+        """Submit the full-length run unless this was done; return its experiment's id."""
         for event in self._search.journal.events:
             if event["event"] == EVENT_FULL_RUN:
                 return int(event["experiment_id"])

@@ -91,7 +91,7 @@ def find_overdue(running: Collection[Running], limit_s: float) -> tuple[list[Run
 
 
 def log_activities(running: Collection[Running], next_s: dict[str, float]) -> None:
-    """Log activities of trials that have lasted 5 s, and again every 30 s.
+    """Log trials' activities once they have lasted 5 s, and again every 30 s.
 
     `next_s`, which is updated, maps an activity to the seconds after which it is logged again.
     """

@@ -77,7 +77,7 @@ class CreatedFolders:
 
 
 def log_files(cross_rank: int) -> list[str]:
-    """Return the names of one host's logs: two hosts could not append to the same file."""
+    """Return the names of a trial's logs on host number `cross_rank`; hosts cannot share files."""
     part = f"-{cross_rank}" if cross_rank else ""
     return [f"stdout{part}.log", f"stderr{part}.log"]
 

@@ -162,7 +162,7 @@ class LossWatch:
         )
 
     def _check(self) -> None:
-        """Raise Diverged if an applied step, or three steps in a row, have no finite loss."""
+        """Raise Diverged if a step not skipped by fp16, or three in a row, has no finite loss."""
         known = [(i, step) for i, step in enumerate(self._steps, 1) if step.loss is not None]
         latest = [step.loss for _, step in known[-_LOST_STEPS:]]
         lost = len(latest) == _LOST_STEPS and not any(map(math.isfinite, latest))

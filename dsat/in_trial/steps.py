@@ -114,7 +114,7 @@ def relative_ci95(values: Sequence[float]) -> float:
 
 
 def steps_wanted(count: int, ci95: float, most: int) -> int:
-    """Return the total number of steps before the next check, above the `count` measured."""
+    """Return the total number of steps before the next check: above `count`, up to `most`."""
     wanted = count + 1 if math.isinf(ci95) else math.ceil(count * (ci95 / CI_TARGET) ** 2)
     # At most double: the first few steps hardly show the spread.
     return max(count + 1, min(most, wanted, 2 * count))

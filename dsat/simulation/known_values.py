@@ -86,7 +86,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return out
 
     def _moved(self, func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the arguments of an operator, with a fake tensor for a real one that it copies.
+        """Return an operator's arguments, with a fake tensor in place of a real one that it copies.
 
         The device to which it copies may not exist.
         """
