@@ -171,9 +171,9 @@ def path_in(word: str) -> str:
 
 
 def replace_config(args: Sequence[str], path: str, word: str = "") -> tuple[str, ...]:
-    """Return the arguments with another DeepSpeed configuration, if they name one.
+    """Return the arguments with `path` as their DeepSpeed configuration, if they name any.
 
-    `word` is the argument that names the present one; empty to look for a known flag.
+    `word` is the argument that names the present configuration; empty to look for a known flag.
     """
     if word:
         new = word.removesuffix(path_in(word)) + path

@@ -144,7 +144,7 @@ class Meter:
     def describe(self, error: BaseException) -> Outcome:
         """Return the outcome of an error.
 
-        Running out of memory with the user's micro batch says nothing about the trial's.
+        Running out of memory with the user's micro batch says nothing about the trial's own.
         """
         found = failures.outcome(error)
         if self._engine is None or not found.kind.is_out_of_memory:

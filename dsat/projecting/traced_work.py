@@ -102,7 +102,7 @@ class Cluster:
 
 
 def hardware_of(gpu: GpuModel) -> Hardware:
-    """Return a GPU's speed for traced work: launches in `_UNIT_S`, host optimizer in seconds."""
+    """Return a GPU's speed for work with launches in `_UNIT_S` and host optimizer in seconds."""
     return replace(
         step_time.hardware_of(gpu, 2), host_memory_bandwidth=1.0, launch_s=_UNIT_S, filling=0.0
     )

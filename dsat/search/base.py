@@ -230,7 +230,7 @@ def largest_micro_batch(
 ) -> float:
     """Return the largest micro batch that should fit with some settings; 0 if none does.
 
-    Without `memory`, only activations count. The result is at most twice the space's largest.
+    Without `memory`, only activations count. The result is at most twice the largest of the space.
     """
     profile = problem.profile
     if memory is not None:

@@ -164,7 +164,7 @@ def _global_batch(
 def _data_parallel(
     base: Mapping[str, Any], slots: int, global_batch: int | None, *, tuned: Collection[str]
 ) -> int:
-    """Return `BatchRule.data_parallel`.
+    """Return `BatchRule.data_parallel`, the largest data-parallel size of a trial.
 
     If parallelism is searched, the largest data-parallel size must divide a fixed global batch.
     """
