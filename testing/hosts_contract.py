@@ -51,7 +51,7 @@ class HostsContract(EngineContract):
 
     @pytest.fixture
     def engine(self, engines: list[LocalEngine]) -> Iterator[LocalEngine]:
-        if not engines or engines[-1]._closed:
+        if not engines or engines[-1]._is_closed:
             engines.append(self.make(self.trials_at_once))
         engine = engines[-1]
         yield engine

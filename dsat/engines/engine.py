@@ -67,14 +67,14 @@ class LocalEngine:
             experiment, program, folder, cwd, options, slots_per_trial, host_slots
         )
         self._retries = Retries(_methods(program, options, self._hosts))
-        self._own = own
+        self._own_command = own
         self._has_begun = False  # True once dsat starts trials itself
-        self._waiting: list[Start] = []
+        self._queue: list[Start] = []
         self._running: dict[int, Running] = {}
         self._ended: list[tuple[int, Outcome]] = []  # for `poll`
         self._modules: list[str] = []  # imported by the script
-        self._created = CreatedFolders()
-        self._closed = False
+        self._created_folders = CreatedFolders()
+        self._is_closed = False
         if own is None:
             self._activities: dict[str, float] = {}  # for `log_activities`
             self._begin_trials()
@@ -96,15 +96,15 @@ class LocalEngine:
         return reason or f"when dsat started them, they failed with {self._retries.failure}"
 
     def launch(self, trial: Trial) -> None:
-        if self._own is not None and self._own.is_of(trial):
+        if self._own_command is not None and self._own_command.is_of(trial):
             start = self._builder.start_of(trial)
-            running = self._own.become(start, self._builder.config_of(start))
+            running = self._own_command.become(start, self._builder.config_of(start))
             self._running[trial.id] = running
             if not running.running_hosts:
                 self._handle_end_of_trial(running)
             return
         self._begin_trials()
-        self._waiting.append(self._builder.start_of(trial))
+        self._queue.append(self._builder.start_of(trial))
         self._start_waiting()
 
     def train(self, trial: Trial) -> Path:
@@ -117,7 +117,7 @@ class LocalEngine:
         while folder.exists():  # an earlier run, with its checkpoints
             folder, number = run / f"full-{number}", number + 1
         self._begin_trials()
-        self._waiting.append(Start(replace(trial, id=FULL_RUN_ID), folder, None))
+        self._queue.append(Start(replace(trial, id=FULL_RUN_ID), folder, None))
         self._start_waiting()
         return folder
 
@@ -132,16 +132,16 @@ class LocalEngine:
         start = self._builder.simulation(messages, script_args)
         self._begin_trials()
         if 0 not in self._slots.lost:  # only this host has the folder `messages`
-            self._waiting.append(start)
+            self._queue.append(start)
             self._start_waiting()
         return start.folder / result_file(0)
 
     def has_simulation_server(self) -> bool:
         """Return whether the simulation server runs or waits to start."""
-        if not self._closed:
+        if not self._is_closed:
             self._wait(0.0)
-        waiting = any(start.trial.id == SIMULATION_ID for start in self._waiting)
-        return waiting or SIMULATION_ID in self._running
+        is_queued = any(start.trial.id == SIMULATION_ID for start in self._queue)
+        return is_queued or SIMULATION_ID in self._running
 
     def stop_simulation_server(self) -> None:
         """End the simulation server, and wait until all its processes have ended.
@@ -149,11 +149,11 @@ class LocalEngine:
         The script may hold device memory, and the next server uses the same folder.
         """
         self.cancel(SIMULATION_ID)
-        while SIMULATION_ID in self._running and not self._closed:
+        while SIMULATION_ID in self._running and not self._is_closed:
             self._wait(_SIMULATION_POLL_S)
 
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
-        if self._closed:
+        if self._is_closed:
             return []
         if not self._ended:
             self._wait(timeout_s)
@@ -162,18 +162,18 @@ class LocalEngine:
 
     def cancel(self, trial_id: int) -> None:
         """End a trial that runs (CANCELED unless it has a result), or drop one that still waits."""
-        self._waiting = [start for start in self._waiting if start.trial.id != trial_id]
+        self._queue = [start for start in self._queue if start.trial.id != trial_id]
         if trial_id in self._running:
             self._running[trial_id].canceled = True
             self._end(self._running[trial_id], grace_s=0)
 
     def close(self) -> None:
-        if not self._closed:
+        if not self._is_closed:
             self._supervisors.close()  # after a Ctrl-C here, a second call closes the rest
-            if self._own is not None:
-                self._own.close()
+            if self._own_command is not None:
+                self._own_command.close()
             self._running.clear()
-            self._closed = True
+            self._is_closed = True
 
     # -- trials
 
@@ -184,16 +184,16 @@ class LocalEngine:
         """
         if self._has_begun:
             return
-        if self._own is not None:
-            self._own.close()
+        if self._own_command is not None:
+            self._own_command.close()
         builder, program = self._builder, self._builder.program
         env = {**builder.experiment.env, **program.env}
         self._supervisors = Supervisors(self._hosts, builder.run, env=env)
         self._has_begun = True
         try:
             if any(host.reach for host in self._hosts):
-                named = filter(None, (program.script, program.config_path))
-                self._supervisors.check_files(builder.cwd, [builder.cwd / name for name in named])
+                names = filter(None, (program.script, program.config_path))
+                self._supervisors.check_files(builder.cwd, [builder.cwd / name for name in names])
             if self._retries.method is StartMethod.FORKED:
                 self._retries.note_warm_up(self._supervisors.warm_up(self._modules))
         except BaseException:
@@ -201,16 +201,16 @@ class LocalEngine:
             raise
 
     def _start_waiting(self) -> None:
-        while self._waiting and not self._retries.device_failure:
-            start = self._waiting[0]
+        while self._queue and not self._retries.device_failure:
+            start = self._queue[0]
             # An optimizer that is offloaded to the host needs all of the host's cores and memory.
-            on_host = read_strategy(self._builder.config_of(start)).offloads
-            alone = start.alone or (on_host and not self._hosts[0].machine.is_cpu)
+            uses_host = read_strategy(self._builder.config_of(start)).offloads
+            alone = start.alone or (uses_host and not self._hosts[0].machine.is_cpu)
             shares = self._slots.find_room(start, self._running.values(), alone=alone)
             if shares is None:
                 self._slots.check_enough()
                 return
-            del self._waiting[0]
+            del self._queue[0]
             method = self._retries.method
             requests = self._builder.build(start, shares, method)
             running = Running(start, shares, method, alone=alone and bool(shares[0].slots))
@@ -222,11 +222,11 @@ class LocalEngine:
                 self._supervisors.send(host, request)
 
     def _wait(self, timeout_s: float) -> None:
-        deadline, before = time.monotonic() + timeout_s, len(self._ended)
-        while len(self._ended) == before:
+        deadline, count = time.monotonic() + timeout_s, len(self._ended)
+        while len(self._ended) == count:
             if not self._running and (failure := self._retries.device_failure):
                 raise EngineError(f"{failure}. Check the devices, then continue with --resume.")
-            if not (self._running or self._waiting):
+            if not (self._running or self._queue):
                 self._slots.check_enough()
             self._start_waiting()
             # A trial that has ended by now did not time out, however long this process was busy.
@@ -284,9 +284,9 @@ class LocalEngine:
     def _handle_end_of_trial(self, running: Running) -> None:
         """Queue a trial's outcome for `poll`, unless it runs again or was a simulation."""
         del self._running[running.trial.id]
-        self._created.add(running.folder)
+        self._created_folders.add(running.folder)
         if not self._running:  # another trial may be about to use them
-            self._created.remove_empty()
+            self._created_folders.remove_empty()
         if running.trial.id == SIMULATION_ID:
             return
         outcome = trial_result.read_outcome(
@@ -301,9 +301,9 @@ class LocalEngine:
         if reason is not None:
             self._run_again(running, outcome, reason)
             return
-        if running.start.is_own and self._own is not None:
-            self._own.move_files()
-            self._own.close()
+        if running.start.is_own and self._own_command is not None:
+            self._own_command.move_files()
+            self._own_command.close()
         modules = running.folder / MODULES_FILE
         is_forked = self._retries.method is StartMethod.FORKED
         if running.trial.profiles and outcome.ok and is_forked and modules.exists():
@@ -327,7 +327,7 @@ class LocalEngine:
         if running.lost:  # a host that is merely cut off may still write there
             folder = folder.with_name(folder.name + _AGAIN)
         alone = running.start.alone or reason is not RetryReason.LOST
-        self._waiting.append(replace(running.start, folder=folder, alone=alone, own_ranks=None))
+        self._queue.append(replace(running.start, folder=folder, alone=alone, own_ranks=None))
 
 
 def _methods(
@@ -347,6 +347,6 @@ def _rename_to_trial(folder: Path) -> None:
     """Give a trial's folder its usual name, if the trial ran again after the loss of a host."""
     home = folder.with_name(folder.name.removesuffix(_AGAIN))
     if home != folder:
-        left = home.rename(home.with_name(f"{home.name}-lost"))
+        remains = home.rename(home.with_name(f"{home.name}-lost"))
         folder.rename(home)
-        shutil.rmtree(left, ignore_errors=True)  # a lost host may hold files open
+        shutil.rmtree(remains, ignore_errors=True)  # a lost host may hold files open

@@ -76,7 +76,7 @@ class OwnCommand:
         self.folder = Path(tempfile.mkdtemp(prefix="dsat-")).resolve()
         self._timeout_s = options.timeout_s
         self.activities: dict[str, float] = {}  # for `log_activities`
-        self._recorded: list[RankStart] = []
+        self._starts: list[RankStart] = []
         self._checks_hook_s = 0.0
         self._records = self.folder / RECORDS_FOLDER
         self._records.mkdir()
@@ -113,27 +113,27 @@ class OwnCommand:
             EngineError: the supervisor ended.
         """
         began_s = time.monotonic()
-        while not self._recorded:
+        while not self._starts:
             self._receive()
             log_activities([self.running], self.activities)
             self._check_nodes()
             self._check_hook()
             is_over = self._has_ended or time.monotonic() - began_s > self._timeout_s
-            found = [RankStart.from_json(json.loads(p.read_text())) for p in self._record_files()]
-            numbers = [rank.rank for rank in found]
+            starts = [RankStart.from_json(json.loads(p.read_text())) for p in self._record_files()]
+            numbers = [rank.rank for rank in starts]
             if len(set(numbers)) < len(numbers):
-                check_one_training(found)
-            if found and len(found) >= found[0].local_size_of_launcher:
-                self._recorded = found
+                check_one_training(starts)
+            if starts and len(starts) >= starts[0].local_size_of_launcher:
+                self._starts = starts
             elif is_over:
-                raise self._failure(found)
+                raise self._failure(starts)
         for path in self._record_files():  # they hold environment variables, perhaps secrets
             path.unlink(missing_ok=True)
-        return self._recorded
+        return self._starts
 
     def is_of(self, trial: Trial) -> bool:
         """Return whether a trial is the first one, and has the command's batch sizes."""
-        config = self._recorded[0].config or {} if self._recorded else {}
+        config = self._starts[0].config or {} if self._starts else {}
         is_first = trial.id == _OWN.id and trial.kind is TrialKind.BASELINE
         return is_first and all(
             config[key] == value
@@ -210,13 +210,13 @@ class OwnCommand:
                 "configuration in its arguments or its file. Do not start the training in the "
                 "background (&), and do not submit it as a job"
             )
-        kept = Path(tempfile.mkdtemp(prefix="dsat-"))
+        log_folder = Path(tempfile.mkdtemp(prefix="dsat-"))
         for name in log_files(0):
             if (self.folder / name).exists():
-                shutil.copy(self.folder / name, kept / name)
+                shutil.copy(self.folder / name, log_folder / name)
         if not log:  # programs like make print their errors on standard output
             log = "\n".join(read_end(self.folder / log_files(0)[0])[-_LAST_LINES:])
-        return ScriptFailed(f"{problem}. Its log is {kept / log_files(0)[1]}", log)
+        return ScriptFailed(f"{problem}. Its log is {log_folder / log_files(0)[1]}", log)
 
     def _check_nodes(self) -> None:
         path = self._records / SEVERAL_NODES_FILE
@@ -245,7 +245,7 @@ class OwnCommand:
                 connections = getattr(process, "net_connections", None) or process.connections
                 has_socket = _TORCH in maps and connections("inet")
                 if has_socket and hook not in maps and not _is_below_rank(process, hook):
-                    problem, hint = _why_hidden(process.environ(), hook)
+                    problem, hint = _explain_missing_hook(process.environ(), hook)
                     command = shlex.join(process.cmdline()[:3])
                     raise UserInputError(
                         f"{problem} `{command}`, so dsat can neither measure that training nor "
@@ -275,15 +275,17 @@ def _is_below_rank(process: psutil.Process, hook: str) -> bool:
 
     A launcher may have both, but not the `LOCAL_RANK` of a rank.
     """
-    above = itertools.takewhile(lambda parent: parent.pid != os.getpid(), process.parents())
-    own = os.environ.get(_LOCAL_RANK)
+    ancestors = itertools.takewhile(lambda parent: parent.pid != os.getpid(), process.parents())
+    own_rank = os.environ.get(_LOCAL_RANK)
     return any(
-        each.environ().get(_LOCAL_RANK) != own and hook in (maps := _maps(each)) and _TORCH in maps
-        for each in above
+        ancestor.environ().get(_LOCAL_RANK) != own_rank
+        and hook in (maps := _maps(ancestor))
+        and _TORCH in maps
+        for ancestor in ancestors
     )
 
 
-def _why_hidden(env: Mapping[str, str], hook: str) -> tuple[str, str]:
+def _explain_missing_hook(env: Mapping[str, str], hook: str) -> tuple[str, str]:
     """Return how a process with these variables came to lack the hook, and what to do."""
     if TRIAL_VARIABLE not in env:
         return (

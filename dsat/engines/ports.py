@@ -26,16 +26,16 @@ def free_ports(count: int) -> list[int]:
     first = _FIRST
     with contextlib.suppress(OSError, ValueError):
         first = int(_EPHEMERAL.read_text().split()[0])
-    below = range(max(_FIRST, first - _CHOSEN_FROM), first)
-    if len(below) < _ATTEMPTS:  # an administrator has widened the kernel's range
-        below = range(_FIRST, _LAST + 1)
+    candidates = range(max(_FIRST, first - _CHOSEN_FROM), first)
+    if len(candidates) < _ATTEMPTS:  # an administrator has widened the kernel's range
+        candidates = range(_FIRST, _LAST + 1)
     ports: list[int] = []
     with contextlib.ExitStack() as stack:
         for _ in range(_ATTEMPTS):
-            each = stack.enter_context(socket.socket())
+            sock = stack.enter_context(socket.socket())
             with contextlib.suppress(OSError):
-                each.bind(("127.0.0.1", secrets.choice(below)))
-                ports.append(int(each.getsockname()[1]))
+                sock.bind(("127.0.0.1", secrets.choice(candidates)))
+                ports.append(int(sock.getsockname()[1]))
             if len(ports) == count:
                 return ports
     raise EngineError("no free port found on loopback")

@@ -16,14 +16,14 @@ _ALLOCATOR_SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 _ALLOCATOR_VARIABLES = {*_ALLOCATOR_SETTINGS, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 
 
-def make_command_settings(machine: Machine, given: Mapping[str, str]) -> dict[str, str]:
+def make_command_settings(machine: Machine, user_env: Mapping[str, str]) -> dict[str, str]:
     """Return variables that affect memory and speed, for a command that starts its ranks.
 
     On a CPU, where slots are cores, they include the number of threads. On other devices, the
-    command's launcher sets that number. `given`: the command's own variables, which are kept.
+    command's launcher sets that number. `user_env`: the command's own variables, which are kept.
     """
     settings = {"OMP_NUM_THREADS": "1"} if machine.is_cpu else {}
-    if machine.expandable_segments and not _ALLOCATOR_VARIABLES & given.keys():
+    if machine.expandable_segments and not _ALLOCATOR_VARIABLES & user_env.keys():
         settings.update(_ALLOCATOR_SETTINGS)
     return settings
 
@@ -33,23 +33,23 @@ def make_rank_settings(
     program: Entrypoint,
     config: Mapping[str, Any],
     ranks: int,
-    given: Mapping[str, str],
+    user_env: Mapping[str, str],
 ) -> dict[str, str]:
     """Return variables that affect memory and speed, for ranks that dsat starts.
 
     Args:
         ranks: number of ranks on each host.
-        given: the user's variables, which are kept. Only OMP_NUM_THREADS is replaced on a CPU,
+        user_env: the user's variables, which are kept. Only OMP_NUM_THREADS is replaced on a CPU,
             where slots are cores, and for ranks that are bound to cores.
     """
-    settings = make_command_settings(machine, given)
+    settings = make_command_settings(machine, user_env)
     sharers = _sharers(machine, config, ranks)
     if machine.is_cpu:
         return settings
     if program.launch.binds_cores:  # DeepSpeed's launcher replaces the user's number, too
         share = select_cores(_shared_cores(machine, program), 0, sharers)
         settings["OMP_NUM_THREADS"] = str(len(share))
-    elif "OMP_NUM_THREADS" not in given:
+    elif "OMP_NUM_THREADS" not in user_env:
         as_torchrun = not program.launch.passes_local_rank
         if as_torchrun and ranks > 1 and not read_strategy(config).offloads:
             settings["OMP_NUM_THREADS"] = "1"
@@ -62,13 +62,13 @@ def binding_options(
     machine: Machine, program: Entrypoint, config: Mapping[str, Any], ranks: int
 ) -> list[str]:
     """Return the options of DeepSpeed's launcher that bind ranks to as many cores as in trials."""
-    sharers, own = _sharers(machine, config, ranks), sorted(program.launch.core_list)
+    sharers, cores = _sharers(machine, config, ranks), sorted(program.launch.core_list)
     if sharers > ranks:
-        among = _shared_cores(machine, program)
-        shares = [select_cores(among, rank, sharers) for rank in range(ranks)]
-        own = sorted(core for share in shares for core in share)
-    listed = ["--bind_core_list", ",".join(map(str, own))] if own else []
-    return ["--bind_cores_to_rank", *listed]
+        shared_cores = _shared_cores(machine, program)
+        shares = [select_cores(shared_cores, rank, sharers) for rank in range(ranks)]
+        cores = sorted(core for share in shares for core in share)
+    core_list = ["--bind_core_list", ",".join(map(str, cores))] if cores else []
+    return ["--bind_cores_to_rank", *core_list]
 
 
 def find_cores(

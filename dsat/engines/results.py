@@ -54,25 +54,25 @@ def read_outcome(running: Running, *, timeout_s: float) -> Outcome:
         return Outcome(OutcomeKind.OK, duration_s=duration_s)
     measured = _read(folder / METRICS_FILE)
     if measured is not None:
-        found = measured
+        outcome = measured
     elif running.canceled:
-        found = Outcome(OutcomeKind.CANCELED)
+        outcome = Outcome(OutcomeKind.CANCELED)
     elif running.timed_out:
         message = f"no result after {timeout_s:g} s; raise --trial-timeout?"
-        found = Outcome(OutcomeKind.TIMEOUT, message=message, detail=log_tail(folder))
+        outcome = Outcome(OutcomeKind.TIMEOUT, message=message, detail=log_tail(folder))
     elif running.lost:
-        found = Outcome(OutcomeKind.ERROR, message=running.lost)
+        outcome = Outcome(OutcomeKind.ERROR, message=running.lost)
     else:
         reports = read_reports(folder, duration_s)
-        found = _failure(running, reports)
-        if found.kind is OutcomeKind.ERROR and running.trial.id != FULL_RUN_ID:
+        outcome = _failure(running, reports)
+        if outcome.kind is OutcomeKind.ERROR and running.trial.id != FULL_RUN_ID:
             check_space(folder)
-        shown = found.detail if found in reports else ""
-        if found in reports and found.kind is OutcomeKind.ERROR:
-            found = replace(found, completed_steps=read_steps(folder) or 0)
-        if found.kind is OutcomeKind.ERROR and _ONLY_A_STATUS.search(found.message):
-            found = replace(found, message=found.message + _quote_last_line(folder, shown))
-    return replace(found, duration_s=duration_s)
+        detail = outcome.detail if outcome in reports else ""
+        if outcome in reports and outcome.kind is OutcomeKind.ERROR:
+            outcome = replace(outcome, completed_steps=read_steps(folder) or 0)
+        if outcome.kind is OutcomeKind.ERROR and _ONLY_A_STATUS.search(outcome.message):
+            outcome = replace(outcome, message=outcome.message + _quote_last_line(folder, detail))
+    return replace(outcome, duration_s=duration_s)
 
 
 def status_of(running: Running) -> int:
@@ -92,32 +92,32 @@ def _failure(running: Running, reports: list[Outcome]) -> Outcome:
     if running.method is StartMethod.COMMAND and not running.start.own_ranks:
         return _read_command_outcome(running, reports)
     killed, statuses = running.collect_by_rank("killed"), running.collect_by_rank("statuses")
-    died = {
+    signals = {
         rank: -status
         for rank, status in enumerate(statuses)
         if status < 0 and not killed[rank]  # by the supervisor, after another rank failed
     }
-    kind, rank, how = OutcomeKind.ERROR, 0, "the ranks ended without a result"
-    if signal.SIGKILL in died.values():
+    kind, rank, message = OutcomeKind.ERROR, 0, "the ranks ended without a result"
+    if signal.SIGKILL in signals.values():
         kind = OutcomeKind.HOST_OOM
-        rank = next(rank for rank, number in died.items() if number == signal.SIGKILL)
+        rank = next(rank for rank, number in signals.items() if number == signal.SIGKILL)
         total = fmt.memory(host_limits.total_bytes(), whole=True)
-        how = (
+        message = (
             f"rank {rank} {_KILLED_FOR_MEMORY} ({total}): run fewer trials at once "
             "(--max-concurrent-trials), offload less, or use fewer data loader workers"
         )
     elif reports:
         return reports[0]
-    elif died:
-        rank, number = next(iter(died.items()))
+    elif signals:
+        rank, number = next(iter(signals.items()))
         hint = " (is /dev/shm full?)" if number == signal.SIGBUS else ""
         name = signal.Signals(number).name if number in _SIGNALS else f"signal {number}"
-        how = f"rank {rank} was killed by {name}{hint}"
+        message = f"rank {rank} was killed by {name}{hint}"
     elif any(status > 0 for status in statuses):
         rank = next(rank for rank, status in enumerate(statuses) if status > 0)
-        how = f"rank {rank} ended with exit status {statuses[rank]}"
+        message = f"rank {rank} ended with exit status {statuses[rank]}"
     log = log_tail(running.folder, rank // running.shares[0].ranks)
-    return Outcome(kind, message=how, detail=log)
+    return Outcome(kind, message=message, detail=log)
 
 
 def _read_command_outcome(running: Running, reports: list[Outcome]) -> Outcome:
@@ -130,21 +130,21 @@ def _read_command_outcome(running: Running, reports: list[Outcome]) -> Outcome:
     if number == signal.SIGKILL and kind is OutcomeKind.ERROR:
         kind = OutcomeKind.HOST_OOM
     before_engine = not (folder / PORTS_FILE).exists()
-    when = "before it called deepspeed.initialize" if before_engine else "before it was measured"
+    phase = "before it called deepspeed.initialize" if before_engine else "before it was measured"
     if steps := read_steps(folder):
-        when = f"after {fmt.count(steps, 'optimizer step')}, {when}"
+        phase = f"after {fmt.count(steps, 'optimizer step')}, {phase}"
     end = "your command ran out of memory" if kind is OutcomeKind.OOM else describe_end(running)
-    message = f"{end} {when}"
+    message = f"{end} {phase}"
     return Outcome(kind, message=message, detail=log, before_engine=before_engine)
 
 
-def _quote_last_line(folder: Path, shown: str) -> str:
+def _quote_last_line(folder: Path, detail: str) -> str:
     """Return ": " and the last line that the script wrote to standard error.
 
     Return an empty text if standard error has a traceback. `shown` is text that the forked rank,
     not the script, wrote there.
     """
-    log = "\n".join(_read_log(folder)).replace(shown.strip(), "").strip()
+    log = "\n".join(_read_log(folder)).replace(detail.strip(), "").strip()
     lines = [line for line in log.splitlines() if "%|" not in line]  # no progress bars
     last = "".join(lines[-1:]).strip().replace(str(folder.resolve()), "<trial>")
     return f": {last}" if last and _TRACEBACK not in log else ""
@@ -167,9 +167,9 @@ def signal_of_rank(running: Running) -> int | None:
     exit status is -N, 128 + N (shells), or 256 - N.
     """
     for line in itertools.chain(*(read_end(running.folder / name) for name in log_files(0)[::-1])):
-        if found := _EXIT_OF_RANK.search(line):
-            [number] = filter(None, found.groups())
-            status = int(number) if found["accelerate"] is None else -int(number)
+        if match := _EXIT_OF_RANK.search(line):
+            [number] = filter(None, match.groups())
+            status = int(number) if match["accelerate"] is None else -int(number)
             return -status if -status in _SIGNALS else None
     if all(running.collect_by_rank("killed")):
         return None
@@ -181,14 +181,14 @@ def signal_of_rank(running: Running) -> int | None:
 
 def read_reports(folder: Path, duration_s: float) -> list[Outcome]:
     """Return the failures that ranks reported, the earliest first, each with this `duration_s`."""
-    found = []
+    entries = []
     for path in folder.glob(result_file("*")):
         outcome = _read(path)
         if outcome is not None:
             message = f"rank {path.stem.removeprefix('rank')}: {outcome.message}"
             outcome = replace(outcome, message=message, duration_s=duration_s)
-            found.append((path.stat().st_mtime_ns, path.name, outcome))
-    return [outcome for *_, outcome in sorted(found, key=lambda entry: entry[:2])]
+            entries.append((path.stat().st_mtime_ns, path.name, outcome))
+    return [outcome for *_, outcome in sorted(entries, key=lambda entry: entry[:2])]
 
 
 def _read(path: Path) -> Outcome | None:

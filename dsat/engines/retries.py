@@ -90,15 +90,15 @@ class Retries:
         self._device_errors = 0
         self._cannot_fork = ""
         self._is_proven = False  # a trial whose ranks dsat started has succeeded
-        self._retried: dict[int, RetryReason] = {}
-        self._same_alone: set[str] = set()  # messages of trials that failed again when alone
-        self._port_taken: set[int] = set()  # trials that failed because another had the port
-        self._freed = 0  # number of these that succeeded alone
+        self._retry_reasons: dict[int, RetryReason] = {}
+        self._repeated_messages: set[str] = set()  # messages of trials that failed again when alone
+        self._port_trials: set[int] = set()  # trials that failed because another had the port
+        self._num_freed = 0  # number of these that succeeded alone
 
     @property
     def one_at_a_time(self) -> bool:
         """Return whether trials must run one at a time, because the script uses a fixed port."""
-        return self._freed >= _FIXED_AFTER
+        return self._num_freed >= _FIXED_AFTER
 
     def note_warm_up(self, cannot_fork: str) -> None:
         """Record why ranks cannot be forked; empty if they can be."""
@@ -116,13 +116,13 @@ class Retries:
             return None
         if outcome.ok or running.canceled or trial_id == FULL_RUN_ID:
             return None  # for a full-length run, a retry would delete the checkpoints
-        if trial_id in self._retried:
+        if trial_id in self._retry_reasons:
             if running.start.alone:
-                self._same_alone.add(outcome.message)
+                self._repeated_messages.add(outcome.message)
             return None
         reason = self._find_reason(running, outcome)
         if reason is not None:
-            self._retried[trial_id] = reason
+            self._retry_reasons[trial_id] = reason
         return reason
 
     def _find_reason(self, running: Running, outcome: Outcome) -> RetryReason | None:
@@ -138,19 +138,19 @@ class Retries:
             return RetryReason.SEGMENTS
         is_of_port = outcome.kind is OutcomeKind.ERROR and has_part(text, _ADDRESS_IN_USE)
         if is_of_port and running.beside:
-            self._port_taken.add(running.trial.id)  # another trial uses the port
+            self._port_trials.add(running.trial.id)  # another trial uses the port
             return RetryReason.ALONE
         if method := self._next_method(running, outcome):
             self.method, self.failure = method, outcome.message
             return RetryReason.METHOD
-        if running.beside and outcome.message not in self._same_alone:
+        if running.beside and outcome.message not in self._repeated_messages:
             return RetryReason.ALONE
         return RetryReason.ALONE if is_of_port or is_of_device(outcome) else None
 
     def final(self, running: Running, outcome: Outcome) -> Outcome:
         """Return a trial's outcome with warnings about its retry and about slow starts."""
         warnings = list(outcome.warnings)
-        reason = self._retried.get(running.trial.id)
+        reason = self._retry_reasons.get(running.trial.id)
         if reason is RetryReason.METHOD and outcome.ok:
             self._known_method = running.method
             warnings.append(_WARNINGS[running.method])
@@ -160,9 +160,9 @@ class Retries:
             warnings.append(NO_SEGMENTS)
         elif reason is RetryReason.ALONE:
             warnings.append(AGAIN_ALONE)
-            if outcome.ok and running.trial.id in self._port_taken:
-                self._freed += 1
-                warnings += [FIXED_PORT] if self._freed == _FIXED_AFTER else []
+            if outcome.ok and running.trial.id in self._port_trials:
+                self._num_freed += 1
+                warnings += [FIXED_PORT] if self._num_freed == _FIXED_AFTER else []
         elif self._cannot_fork and self._is_first(running):
             warnings.append(f"{FRESH_PROCESSES_ONLY} ({self._cannot_fork})")
         self._is_proven |= outcome.ok and not running.start.is_own
@@ -178,11 +178,11 @@ class Retries:
         if outcome.kind is not OutcomeKind.ERROR:
             return None
         later = self._methods[self._methods.index(running.method) + 1 :]
-        is_first, before = self._is_first(running), outcome.before_engine
-        of_fork = has_part(outcome.message, (*_NO_FORK_CUDA, *_DIED_OF_FORK))
-        if is_first and before and not of_fork and StartMethod.COMMAND in later:
+        is_first, before_engine = self._is_first(running), outcome.before_engine
+        is_fork = has_part(outcome.message, (*_NO_FORK_CUDA, *_DIED_OF_FORK))
+        if is_first and before_engine and not is_fork and StartMethod.COMMAND in later:
             return StartMethod.COMMAND
-        return StartMethod.FRESH if StartMethod.FRESH in later and (of_fork or is_first) else None
+        return StartMethod.FRESH if StartMethod.FRESH in later and (is_fork or is_first) else None
 
     def _is_first(self, running: Running) -> bool:
         """Return whether a trial profiles, or no trial has yet shown that dsat can start ranks."""

@@ -71,21 +71,21 @@ class Running:
         self.read_s = read_s
         return self.counted_s
 
-    def collect_by_rank(self, what: str) -> list[Any]:
+    def collect_by_rank(self, key: str) -> list[Any]:
         """Return what supervisors reported for each rank: `statuses` or `killed`."""
-        return [each for share in self.shares for each in self.ended[share.index][what]]
+        return [value for share in self.shares for value in self.ended[share.index][key]]
 
 
 def find_overdue(running: Collection[Running], limit_s: float) -> tuple[list[Running], float]:
     """Mark and return overdue trials; also return the seconds until the next one is overdue."""
     overdue, left_s = [], [math.inf]
-    for each in running:
-        if each.timed_out or each.trial.id in (FULL_RUN_ID, SIMULATION_ID):
+    for entry in running:
+        if entry.timed_out or entry.trial.id in (FULL_RUN_ID, SIMULATION_ID):
             continue
-        left_s.append(limit_s - each.count_s())
+        left_s.append(limit_s - entry.count_s())
         if left_s[-1] <= 0:
-            each.timed_out = True
-            overdue.append(each)
+            entry.timed_out = True
+            overdue.append(entry)
             left_s.pop()
     return overdue, min(left_s)
 
@@ -95,12 +95,12 @@ def log_activities(running: Collection[Running], next_s: dict[str, float]) -> No
 
     `next_s`, which is updated, maps an activity to the seconds after which it is logged again.
     """
-    for each in running:
-        path = each.folder / ACTIVITY_FILE
+    for entry in running:
+        path = entry.folder / ACTIVITY_FILE
         with contextlib.suppress(OSError):
             duration_s = time.time() - path.stat().st_mtime
             # The user's own command, which begins the run, has no name.
-            name = "" if each.start.is_own else f"{each.trial.name}: "
+            name = "" if entry.start.is_own else f"{entry.trial.name}: "
             text = f"{name}{path.read_text()}"
             if duration_s > next_s.get(text, slow.LONG_S):
                 elapsed = f": {duration_s:.0f} s so far" if text in next_s else ""

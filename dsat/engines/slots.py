@@ -32,10 +32,10 @@ class Slots:
     @property
     def usable(self) -> int:
         """Number of slots that trials can use at once, a multiple of `needed`."""
-        left = len(self._hosts) - len(self.lost)
+        num_hosts = len(self._hosts) - len(self.lost)
         if self.needed > self._per_host:  # whole hosts
-            return left * self._per_host // self.needed * self.needed
-        return left * (self._per_host // self.needed * self.needed)
+            return num_hosts * self._per_host // self.needed * self.needed
+        return num_hosts * (self._per_host // self.needed * self.needed)
 
     def find_room(
         self, start: Start, running: Collection[Running], *, alone: bool
@@ -49,18 +49,18 @@ class Slots:
         trials = [other for other in running if other.trial.id != SIMULATION_ID]
         if any(other.start.alone for other in trials) or (start.alone and trials):
             return None
-        taken = {host for other in trials if alone or other.alone for host in other.hosts}
+        busy = {host for other in trials if alone or other.alone for host in other.hosts}
         count = min(self.needed, self._per_host)
         fitting = [
-            host for host, free in enumerate(self._free) if len(free) >= count and host not in taken
+            host for host, free in enumerate(self._free) if len(free) >= count and host not in busy
         ]
         fitting.sort(key=lambda host: len(self._free[host]))
-        chosen = sorted(fitting[: -(-self.needed // self._per_host)])
-        if len(chosen) * count < self.needed:
+        hosts = sorted(fitting[: -(-self.needed // self._per_host)])
+        if len(hosts) * count < self.needed:
             return None
         shares = tuple(
             Share(host, self._hosts[host], tuple(sorted(self._free[host])[:count]))
-            for host in chosen
+            for host in hosts
         )
         for share in shares:
             self._free[share.index] -= set(share.slots)
@@ -81,8 +81,8 @@ class Slots:
 
     def pop_losses(self) -> list[str]:
         """Return messages about the hosts that were lost since the last call."""
-        found, self._new_losses = self._new_losses, []
-        return found
+        losses, self._new_losses = self._new_losses, []
+        return losses
 
     def check_enough(self) -> None:
         """Raise EngineError if too few hosts are left for a trial."""
@@ -90,10 +90,10 @@ class Slots:
             return
         if len(self.lost) == len(self._hosts) == 1:
             raise EngineError(f"{self.lost[0]}. Continue with --resume.")
-        reasons = [f"host {self._hosts[host].name}: {why}" for host, why in self.lost.items()]
-        left = len(self._hosts) - len(self.lost)
+        reasons = [f"host {self._hosts[host].name}: {reason}" for host, reason in self.lost.items()]
+        num_hosts = len(self._hosts) - len(self.lost)
         raise EngineError(
             f"a trial needs {fmt.count(self.needed, 'device')}, but only "
-            f"{left * self._per_host} of {self._per_host * len(self._hosts)} still work "
+            f"{num_hosts * self._per_host} of {self._per_host * len(self._hosts)} still work "
             f"({'; '.join(reasons)}). Repair them, then continue with --resume."
         )

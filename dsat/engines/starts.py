@@ -77,9 +77,9 @@ class StartBuilder:
         `zero.Init` only in stage 3.
         """
         batch = BatchTriple(CAPTURED_MICRO_BATCH, CAPTURED_MICRO_BATCH, 1)
-        own = self.experiment.base_config
-        alone = {} if parallelism.read_parallelism(own) == DATA_ONLY else DATA_ONLY.settings
-        stage = 3 if zero_strategy.read_strategy(own).stage == 3 else 0
+        config = self.experiment.base_config
+        alone = {} if parallelism.read_parallelism(config) == DATA_ONLY else DATA_ONLY.settings
+        stage = 3 if zero_strategy.read_strategy(config).stage == 3 else 0
         trial = Trial(
             SIMULATION_ID,
             TrialKind.SEARCH,
@@ -152,11 +152,11 @@ class _PreparedStart:
     ports: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        first, *others = self.shares
+        first, *rest = self.shares
         self.machine = first.host.machine
         self.ranks_per_host = first.ranks
         self.ranks = first.ranks * len(self.shares)
-        self.addresses = [share.host.address for share in self.shares] if others else [ADDRESS]
+        self.addresses = [share.host.address for share in self.shares] if rest else [ADDRESS]
         self.is_command = self.method is StartMethod.COMMAND
         started_in = self.program.started_in if self.is_command else ""
         self.cwd = Path(started_in or self.builder.cwd).resolve()
@@ -210,11 +210,11 @@ class _PreparedStart:
     def requests(self) -> dict[int, dict[str, Any]]:
         """Create the folder of the hook, and return the requests to supervisors, by host."""
         trial_folder.make_hook(self.folder)
-        found = {}
+        requests = {}
         processes = 1 if self.is_command and not self.start.is_own else self.ranks_per_host
         for cross_rank, share in enumerate(self.shares):
             first = cross_rank * self.ranks_per_host
-            found[share.index] = {
+            requests[share.index] = {
                 "op": "launch",
                 "trial": self.start.trial.id,
                 "folder": str(self.folder),
@@ -227,47 +227,47 @@ class _PreparedStart:
                 "is_full_run": self.start.trial.id == FULL_RUN_ID,
                 "swap": [] if self.start.is_own else leftovers.swap_folders(self.config),
             }
-        return found
+        return requests
 
     def changes(self) -> dict[str, Any]:
         """Return arguments and variables that the hook changes in the user's command.
 
         `env` is a pair: the user's values and the trial's. `args` has such a pair for each rank.
         """
-        before, wanted = self.builder.program, self.program
-        args = ([program.args, *program.launch.other_args] for program in (before, wanted))
-        names = [n for n, value in before.env.items() if wanted.env.get(n) != value]
-        changed = {n: value for n, value in wanted.env.items() if before.env.get(n) != value}
-        unnamed = ["-m"] if before.module else ["-c", "-", ""]
+        old, new = self.builder.program, self.program
+        args = ([program.args, *program.launch.other_args] for program in (old, new))
+        names = [n for n, value in old.env.items() if new.env.get(n) != value]
+        additions = {n: value for n, value in new.env.items() if old.env.get(n) != value}
+        unnamed = ["-m"] if old.module else ["-c", "-", ""]
         return {
-            "programs": [before.script] if before.script else unnamed,
+            "programs": [old.script] if old.script else unnamed,
             "args": list(zip(*args, strict=True)),
-            "env": [{name: before.env[name] for name in names}, changed],
+            "env": [{name: old.env[name] for name in names}, additions],
         }
 
     def command_text(self) -> str:
         """Return shell commands that repeat the trial, with secrets hidden."""
         change = f"cd {shell_word(str(self.cwd))}"
         words = self._command(0) if self.is_command else self.program.command()
-        shown = shell_line(words, self.folder)
+        command_line = shell_line(words, self.folder)
         if self.start.is_own:
-            return f"{change}\n{shown}\n"
-        chosen = self.start.trial.script_args
-        lines = [f"# {shown}"]
+            return f"{change}\n{command_line}\n"
+        switch_values = self.start.trial.script_args
+        lines = [f"# {command_line}"]
         lines += [
             f"# with {switches.write(name, value)}"
-            for name, value in hide_secrets_in_values(chosen).items()
+            for name, value in hide_secrets_in_values(switch_values).items()
         ]
         texts = []
         for rank in range(1 if self.is_command else self.ranks):
             command = shell_line(self._command(rank), self.folder)
             variables = sorted(self.environment(rank).items())
             env = [assignment(n, v) for n, v in variables if os.environ.get(n) != v]
-            hooked = f"PYTHONPATH={shell_word(str(self.folder / HOOK_FOLDER))}"
-            hooked += (
+            hook_path = f"PYTHONPATH={shell_word(str(self.folder / HOOK_FOLDER))}"
+            hook_path += (
                 f'"${{PYTHONPATH:+:$PYTHONPATH}}":{shell_word(str(self.folder / PACKAGES_FOLDER))}'
             )
-            line = " ".join(["env", *env, hooked, command])
+            line = " ".join(["env", *env, hook_path, command])
             host = self.shares[rank // self.ranks_per_host].host.name
             texts.append(f"# on {host}\n{line}" if len(self.shares) > 1 else line)
         return "\n".join([*lines, change, " &\n".join(texts)]) + "\n"

@@ -76,7 +76,7 @@ class Supervisors:
         self._folder = folder.resolve()
         self._env = env
         self.locks = leftovers.CompilerLocks({**os.environ, **env})
-        self._kept: _Messages = []  # for `receive`
+        self._backlog: _Messages = []  # for `receive`
         self._ping_at_s = 0.0
         self._start(range(len(hosts)))
 
@@ -93,16 +93,16 @@ class Supervisors:
         If a host's supervisor ends or, with several hosts, does not answer in time, the host's last
         message is {"event": "lost", "reason": text}.
         """
-        if self._kept:
-            kept, self._kept = self._kept, []
-            return kept
+        if self._backlog:
+            backlog, self._backlog = self._backlog, []
+            return backlog
         if len(self._hosts) == 1:  # trials could run nowhere else, so there is no limit
             return self._read(timeout_s)
-        found = self._read(min(timeout_s, max(0.0, self._ping_at_s - time.monotonic())))
+        messages = self._read(min(timeout_s, max(0.0, self._ping_at_s - time.monotonic())))
         if time.monotonic() >= self._ping_at_s:
             self._ping_at_s = time.monotonic() + PING_EVERY_S
-            found += self._ping()
-        return found
+            messages += self._ping()
+        return messages
 
     def check_files(self, folder: Path, files: Sequence[Path]) -> None:
         """Raise EngineError unless all hosts share the run's folder and have the same files.
@@ -110,17 +110,17 @@ class Supervisors:
         `folder` must exist on each; `files` must be the same as on this machine.
         """
         token = secrets.token_hex()
-        seen = self._folder / f".seen-{token[:8]}"
-        seen.write_text(token)
-        shared, *own = map(digest, (seen, *files))
-        request = {"op": "look", "files": [str(seen), *map(str, files)], "folder": str(folder)}
+        probe = self._folder / f".seen-{token[:8]}"
+        probe.write_text(token)
+        own_probe, *digests = map(digest, (probe, *files))
+        request = {"op": "look", "files": [str(probe), *map(str, files)], "folder": str(folder)}
         try:
             answers = self._ask(dict.fromkeys(self._clients, request), _LOOK_LIMIT_S)
         finally:
-            seen.unlink()
+            probe.unlink()
         for host, answer in answers.items():
-            name, (its_shared, *its_own) = self._hosts[host].name, answer["digests"]
-            if its_shared != shared:
+            name, (host_probe, *host_digests) = self._hosts[host].name, answer["digests"]
+            if host_probe != own_probe:
                 raise EngineError(
                     f"host {name} does not see the run's folder {self._folder}. Use a folder on a "
                     "file system that all hosts share (--run-dir)"
@@ -130,11 +130,13 @@ class Supervisors:
                     f"host {name} has no folder {folder}. Put it on a file system that all hosts "
                     "share"
                 )
-            for file, one, other in zip(files, own, its_own, strict=True):
-                if one != other:
-                    has = f"a different {file} than this machine" if other else f"no {file}"
+            for file, own_digest, host_digest in zip(files, digests, host_digests, strict=True):
+                if own_digest != host_digest:
+                    problem = (
+                        f"a different {file} than this machine" if host_digest else f"no {file}"
+                    )
                     raise EngineError(
-                        f"host {name} has {has}. Put it on a file system that all hosts share"
+                        f"host {name} has {problem}. Put it on a file system that all hosts share"
                     )
 
     def warm_up(self, modules: Sequence[str] = ()) -> str:
@@ -147,15 +149,15 @@ class Supervisors:
             Why ranks cannot be forked; empty if they can be.
         """
         reason = ""
-        which = "your script's libraries" if modules else "torch and DeepSpeed"
-        own = [(*WARM_MODULES, *modules)] if modules else []
-        for names in (*own, WARM_MODULES):
+        libraries = "your script's libraries" if modules else "torch and DeepSpeed"
+        first = [(*WARM_MODULES, *modules)] if modules else []
+        for names in (*first, WARM_MODULES):
             request = {"op": "warm", "modules": list(names)}
             requests = {
                 number: {**request, "device": host.machine.variables_of((0,))}
                 for number, host in enumerate(self._hosts)
             }
-            with slow.logged(_log, f"importing {which} once"):
+            with slow.logged(_log, f"importing {libraries} once"):
                 answers = self._ask(requests, _WARM_UP_LIMIT_S)
             reason = next(filter(None, (answer["reason"] for answer in answers.values())), "")
             if not reason:
@@ -195,36 +197,36 @@ class Supervisors:
         env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         for number in hosts:
             host, log = self._hosts[number], self._folder / "supervisor.log"
-            own = {"DS_ACCELERATOR": name} if (name := host.machine.accelerator) else {}
-            self._clients[number] = _Client(number, host.reach, log, env | own, self._inbox)
+            variables = {"DS_ACCELERATOR": name} if (name := host.machine.accelerator) else {}
+            self._clients[number] = _Client(number, host.reach, log, env | variables, self._inbox)
 
     def _read(self, timeout_s: float) -> _Messages:
-        found: _Messages = []
+        messages: _Messages = []
         with contextlib.suppress(queue.Empty):
             while True:
-                host, answer = self._inbox.get(timeout=0.0 if found else timeout_s)
+                host, answer = self._inbox.get(timeout=0.0 if messages else timeout_s)
                 if host not in self._clients:  # lost a moment ago
                     continue
                 self._clients[host].unanswered = 0
                 if answer is None:
-                    found.append(self._drop(host))
+                    messages.append(self._drop(host))
                 elif answer["event"] != "pong":
-                    found.append((host, answer))
-        return found
+                    messages.append((host, answer))
+        return messages
 
     def _ping(self) -> _Messages:
         """Ping all hosts; give up those that left too many pings unanswered.
 
         Pings are counted instead of seconds, as this process itself may have been stopped or busy.
         """
-        most = SILENT_AFTER_S / PING_EVERY_S
-        silent = [host for host, client in self._clients.items() if client.unanswered >= most]
+        limit = SILENT_AFTER_S / PING_EVERY_S
+        silent = [host for host, client in self._clients.items() if client.unanswered >= limit]
         reason = f"it has not answered for {SILENT_AFTER_S:g} s"
-        lost = [self._drop(host, reason) for host in silent]
+        losses = [self._drop(host, reason) for host in silent]
         for client in self._clients.values():
             client.unanswered += 1
             client.send({"op": "ping"})
-        return lost
+        return losses
 
     def _drop(self, host: int, silence: str = "") -> tuple[int, dict[str, Any]]:
         """Give up a host, and return a LOST message.
@@ -237,8 +239,8 @@ class Supervisors:
             client.process.kill()
         client.send(None)
         status, log = client.wait_for_end(), self._folder / "supervisor.log"
-        ended = f"the process that runs trials ended (exit status {status}; see {log})"
-        return host, {"event": LOST, "reason": silence or ended}
+        end = f"the process that runs trials ended (exit status {status}; see {log})"
+        return host, {"event": LOST, "reason": silence or end}
 
     def _ask(
         self, requests: Mapping[int, Mapping[str, Any]], limit_s: float
@@ -250,12 +252,12 @@ class Supervisors:
         Raises:
             EngineError: no host has answered within `limit_s`.
         """
-        kept: _Messages = []
+        messages: _Messages = []
         answers: dict[int, dict[str, Any]] = {}
         for host in self._clients:
             self.send(host, requests[host])
         deadline = time.monotonic() + limit_s
-        while missing := self._clients.keys() - answers.keys():
+        while pending := self._clients.keys() - answers.keys():
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 is_import = any(request["op"] == "warm" for request in requests.values())
@@ -263,14 +265,14 @@ class Supervisors:
                 reason = f"{task} took longer than {limit_s:g} s"
                 if not answers:
                     raise EngineError(reason)
-                kept += [self._drop(host, reason) for host in sorted(missing)]
+                messages += [self._drop(host, reason) for host in sorted(pending)]
                 continue
             for host, answer in self._read(left_s):
                 if answer["event"] == requests[host]["op"]:
                     answers[host] = answer
                 else:
-                    kept.append((host, answer))
-        self._kept += kept
+                    messages.append((host, answer))
+        self._backlog += messages
         return answers
 
 

@@ -33,11 +33,11 @@ def make_hook(folder: Path) -> None:
     Each folder has links to single packages: an interpreter of another environment must not find
     other packages of dsat's environment.
     """
-    own = folder / HOOK_FOLDER
-    for place, module in ((folder / PACKAGES_FOLDER, dsat), (own / SPARE_FOLDER, wrapt)):
+    hook_folder = folder / HOOK_FOLDER
+    for place, module in ((folder / PACKAGES_FOLDER, dsat), (hook_folder / SPARE_FOLDER, wrapt)):
         place.mkdir(parents=True)
         (place / module.__name__).symlink_to(Path(str(module.__file__)).resolve().parent)
-    shutil.copyfile(hook.__file__, own / "sitecustomize.py")
+    shutil.copyfile(hook.__file__, hook_folder / "sitecustomize.py")
 
 
 def remove_hook(folder: Path) -> None:
@@ -57,7 +57,7 @@ class CreatedFolders:
 
     def __init__(self) -> None:
         self._names: list[str] = []
-        self._logged: set[str] = set()
+        self._logged_names: set[str] = set()
 
     def add(self, folder: Path) -> None:
         """Add the folders that the script of an ended trial created."""
@@ -68,11 +68,11 @@ class CreatedFolders:
         for name in sorted(self._names, reverse=True):
             with contextlib.suppress(OSError):  # it is not empty, a link, or gone
                 os.rmdir(name)
-        left = {n for n in self._names if os.path.isdir(n) and not os.path.islink(n)}
+        nonempty = {n for n in self._names if os.path.isdir(n) and not os.path.islink(n)}
         self._names.clear()
-        for name in sorted(left - self._logged):
-            if left.isdisjoint(map(str, Path(name).parents)):
-                self._logged.add(name)
+        for name in sorted(nonempty - self._logged_names):
+            if nonempty.isdisjoint(map(str, Path(name).parents)):
+                self._logged_names.add(name)
                 _log.info("note: the script's new folder %s holds files, so it is kept", name)
 
 
@@ -94,12 +94,12 @@ def follow(log: Path) -> Iterator[str]:
     """Yield, without end, the text added to a log since the last yield; empty if there is none."""
     decoder, position = codecs.getincrementaldecoder("utf-8")("replace"), 0
     while True:
-        new = b""
+        content = b""
         with contextlib.suppress(OSError), open(log, "rb") as file:
             file.seek(position)
-            new = file.read()
-        position += len(new)
-        yield decoder.decode(new)
+            content = file.read()
+        position += len(content)
+        yield decoder.decode(content)
 
 
 def working_folder(experiment: Experiment, folder: Path) -> Path:

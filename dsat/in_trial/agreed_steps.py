@@ -44,7 +44,7 @@ def agree(
     steps: Sequence[StepMarks], ranks: Ranks, clock: Clock, spec: MeterSpec
 ) -> list[AgreedStep]:
     """Combine the ranks' measurements of the same steps; a collective call."""
-    own = [
+    rows = [
         [
             *marks.milliseconds(clock),
             float(sum(call.elements for call in marks.calls)),
@@ -55,19 +55,19 @@ def agree(
         ]
         for marks in steps
     ]
-    fed = ranks.mean([marks.samples(spec) for marks in steps] + [m.tokens() for m in steps])
-    agreed = []
-    for i, row in enumerate(ranks.slowest(own)):
+    counts = ranks.mean([marks.samples(spec) for marks in steps] + [m.tokens() for m in steps])
+    result = []
+    for i, row in enumerate(ranks.slowest(rows)):
         *ms, data_ms, elements, short, compiled, evaluated, micro_steps = row
         flags = bool(short), bool(compiled), bool(evaluated), int(micro_steps)
-        samples, tokens = fed[i], fed[len(steps) + i]
-        agreed.append(AgreedStep(steps[i].number, ms, samples, tokens, data_ms, elements, *flags))
-    return agreed
+        samples, tokens = counts[i], counts[len(steps) + i]
+        result.append(AgreedStep(steps[i].number, ms, samples, tokens, data_ms, elements, *flags))
+    return result
 
 
-def usual_micro_steps(full: Sequence[AgreedStep]) -> int:
+def usual_micro_steps(steps: Sequence[AgreedStep]) -> int:
     """Return the most frequent number of micro batches in a full step; 0 if unknown."""
-    return statistics.mode(step.micro_steps for step in full)
+    return statistics.mode(step.micro_steps for step in steps)
 
 
 def tokens_error(steps: Sequence[AgreedStep]) -> float | None:
@@ -87,8 +87,8 @@ def times_of(steps: Sequence[AgreedStep]) -> StepTimes:
     A long step may be a delay by the host if it spent most of its time in its phases and had no
     more data than usual. Otherwise, waiting for data or longer sequences may be the cause.
     """
-    usual = statistics.median(step.elements for step in steps)
+    median = statistics.median(step.elements for step in steps)
     may_be_accident = [
-        sum(step.ms[1:]) > 0.5 * step.ms[0] and step.elements <= usual for step in steps
+        sum(step.ms[1:]) > 0.5 * step.ms[0] and step.elements <= median for step in steps
     ]
     return summarize([step.ms[0] for step in steps], may_be_accident)

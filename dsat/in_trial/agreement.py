@@ -45,10 +45,10 @@ class Ranks:
         self._engine = engine
 
     def maximum(self, values: list[float]) -> list[float]:
-        return self._reduced(values, "MAX")[0]
+        return self._reduce(values, "MAX")[0]
 
     def mean(self, values: list[float]) -> list[float]:
-        total, ranks = self._reduced(values, "SUM")
+        total, ranks = self._reduce(values, "SUM")
         return [value / ranks for value in total]
 
     def slowest(self, rows: list[list[float]]) -> list[list[float]]:
@@ -57,7 +57,7 @@ class Ranks:
         width = len(rows[0])
         return [flat[i : i + width] for i in range(0, len(flat), width)]
 
-    def _reduced(self, values: list[float], how: str) -> tuple[list[float], int]:
+    def _reduce(self, values: list[float], operation: str) -> tuple[list[float], int]:
         import torch
         import torch.distributed as dist
 
@@ -68,5 +68,5 @@ class Ranks:
         group = getattr(self._engine, "data_parallel_group", None)
         if dist.get_world_size(group) < dist.get_world_size():  # some ranks share samples
             group = None
-        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, how), group=group)
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, operation), group=group)
         return [float(value) for value in tensor.tolist()], dist.get_world_size()

@@ -74,8 +74,8 @@ _LARGE = 256  # values; searching them takes some tenths of a millisecond
 
 def is_about(warning: str) -> bool:
     """Return whether a warning is about the samples or the accumulation of the script."""
-    filled_in = tuple(text.partition("{")[0] for text in (IGNORES_BATCH, OWN_ACCUMULATION, TOO_FEW))
-    return warning in (UNCOUNTED, DROPPED, UNSEEN) or warning.startswith(filled_in)
+    starts = tuple(text.partition("{")[0] for text in (IGNORES_BATCH, OWN_ACCUMULATION, TOO_FEW))
+    return warning in (UNCOUNTED, DROPPED, UNSEEN) or warning.startswith(starts)
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,9 @@ class BatchCounter:
 
     def __init__(self, spec: MeterSpec) -> None:
         self._micro_batch = spec.micro_batch
-        self._own = spec.options.own_micro_batch
-        self._known = spec.batch_dimensions  # sample dimensions in the profile trial
-        self._fed_before = spec.fed_instead  # in the profile trial
+        self._own_micro_batch = spec.options.own_micro_batch
+        self._known_dims = spec.batch_dimensions  # sample dimensions in the profile trial
+        self._profile_batch = spec.fed_instead  # in the profile trial
         self._parts = spec.parallelism.sequence  # devices that share a sequence
         self._carriers: dict[str, int] | None = None  # the sample dimension by place
         self._may_be_pairs = False
@@ -154,17 +154,17 @@ class BatchCounter:
                 batch. For the user's own micro batch, this is only a warning.
         """
         drops = self._drops()
-        fewest = min((count for count in self._rows if count is not None), default=math.inf)
-        agreed = ranks.maximum([float(not drops and self._varies()), float(drops), -fewest])
-        varies, drops = agreed[0] > 0, agreed[1] > 0
+        min_rows = min((count for count in self._rows if count is not None), default=math.inf)
+        maxima = ranks.maximum([float(not drops and self._varies()), float(drops), -min_rows])
+        varies, drops = maxima[0] > 0, maxima[1] > 0
         self.warning, self.fed_instead, self.fixed_batch = None, {}, None
         if drops and not varies:
             self.warning = DROPPED
-            return int(-agreed[2])
+            return int(-maxima[2])
         if not self._rows or (self._carriers and not varies):
             return self._micro_batch
         self.warning = UNCOUNTED
-        samples, before = self._rows[0], self._fed_before
+        samples, profile = self._rows[0], self._profile_batch
         if varies or samples is None:
             return None
         if (refusal := self.refuse_own()) is not None:
@@ -172,7 +172,7 @@ class BatchCounter:
         if samples == 1:  # one row that packs all samples, or is shared by them
             return None
         self.fed_instead = {"micro_batch": self._micro_batch, "rows": samples}
-        if before.get("rows") == samples and before["micro_batch"] != self._micro_batch:
+        if profile.get("rows") == samples and profile["micro_batch"] != self._micro_batch:
             refusal = self._refusal(samples)
         elif samples < self._micro_batch:
             refusal = InvalidTrial(
@@ -181,7 +181,7 @@ class BatchCounter:
             )
         else:
             return None
-        if self._micro_batch != self._own:
+        if self._micro_batch != self._own_micro_batch:
             raise refusal
         self.warning = str(refusal)
         return samples
@@ -189,7 +189,7 @@ class BatchCounter:
     def refuse_own(self) -> InvalidTrial | None:
         """Return an error if the first call has the user's micro batch instead of the trial's."""
         samples = self._rows[0] if self._rows else None
-        if samples is None or self._own != samples or samples == self._micro_batch:
+        if samples is None or self._own_micro_batch != samples or samples == self._micro_batch:
             return None
         return None if self._may_be_pairs else self._refusal(samples)
 
@@ -197,24 +197,24 @@ class BatchCounter:
         self, module: Any, maximum: Callable[[list[float]], list[float]]
     ) -> SequenceLengths | None:
         """Return the lengths of whole sequences, None if unknown; a collective call."""
-        own = [-math.inf, 0.0, 0.0]
+        extremes = [-math.inf, 0.0, 0.0]
         if self._lengths:
-            own = [-min(self._lengths), max(self._lengths), float(longest_of(module))]
-        shortest, longest, most = maximum(own)
+            extremes = [-min(self._lengths), max(self._lengths), float(longest_of(module))]
+        shortest, longest, max_length = maximum(extremes)
         if not longest:
             return None
         least, greatest = (round(length) * self._parts for length in (-shortest, longest))
-        return SequenceLengths(least, greatest, round(most) or None)
+        return SequenceLengths(least, greatest, round(max_length) or None)
 
     def _find_carriers(self, shapes: Mapping[str, Shape]) -> dict[str, int]:
-        fitting = {place: self._fitting(place, shape) for place, shape in shapes.items()}
-        self.dimensions = {p: found[0] for p, found in fitting.items() if len(found) == 1}
+        fitting = {place: self._sample_dims(place, shape) for place, shape in shapes.items()}
+        self.dimensions = {p: dims[0] for p, dims in fitting.items() if len(dims) == 1}
         # If the user's micro batch is twice the trial's, that many rows may also be pairs (a chosen
         # and a rejected answer), unless the profile trial found a tensor's sample dimension.
-        is_known = self._known.keys() & shapes.keys()
-        self._may_be_pairs = self._own == 2 * self._micro_batch and not is_known
+        is_known = self._known_dims.keys() & shapes.keys()
+        self._may_be_pairs = self._own_micro_batch == 2 * self._micro_batch and not is_known
         for dimension in range(2):
-            carriers = {p: dimension for p, found in fitting.items() if dimension in found}
+            carriers = {p: dimension for p, dims in fitting.items() if dimension in dims}
             if carriers:  # in a batch of texts and images, count texts
                 texts = {p: d for p, d in carriers.items() if _name(p) == "input_ids"}
                 return texts or carriers
@@ -229,7 +229,7 @@ class BatchCounter:
         if carriers:
             sizes = [_size(shapes[p], d) for p, d in carriers.items() if p in shapes]
             return max((size for size in sizes if size is not None), default=None)
-        rows = {_size(shape, self._known.get(p, 0)) for p, shape in shapes.items()} - {None}
+        rows = {_size(shape, self._known_dims.get(p, 0)) for p, shape in shapes.items()} - {None}
         rows = rows - {1} or rows
         return rows.pop() if len(rows) == 1 else None
 
@@ -241,29 +241,29 @@ class BatchCounter:
         """
         rows = self._rows
         if self._carriers or not rows:
-            counted = [count for count in rows if count is not None]
-            return 2 * counted.count(self._micro_batch) < len(counted)
+            counts = [count for count in rows if count is not None]
+            return 2 * counts.count(self._micro_batch) < len(counts)
         return not self._recurs() or any((count or 0) > (rows[0] or 0) for count in rows)
 
     def _recurs(self) -> bool:
         """Return whether only the last batch of each epoch has another number of samples."""
-        rows, usual = self._rows, statistics.mode(self._rows)
-        ends = [at for at, count in enumerate(rows) if count != usual]
+        rows, mode = self._rows, statistics.mode(self._rows)
+        ends = [i for i, count in enumerate(rows) if count != mode]
         distances = {after - before for before, after in itertools.pairwise(ends)}
-        return len(distances) <= 1 and len({rows[at] for at in ends}) <= 1
+        return len(distances) <= 1 and len({rows[i] for i in ends}) <= 1
 
     def _drops(self) -> bool:
         """Return whether calls other than the last of an epoch lack samples.
 
         Batches filled by tokens do not count: some are larger, or the average is far smaller.
         """
-        full, rows = self._micro_batch, [count for count in self._rows if count is not None]
-        if not rows or len(rows) < len(self._rows) or max(rows) > full:
+        micro_batch, rows = self._micro_batch, [count for count in self._rows if count is not None]
+        if not rows or len(rows) < len(self._rows) or max(rows) > micro_batch:
             return False
-        of_epoch, of_all = loaders.samples(full, len(rows))
-        short = sum(count < full for count in rows)
-        at_ends = short <= of_all // of_epoch if of_epoch else self._recurs()
-        return not at_ends and sum(rows) > _FEWEST_KEPT * full * len(rows)
+        epoch_samples, all_samples = loaders.samples(micro_batch, len(rows))
+        num_short = sum(count < micro_batch for count in rows)
+        at_ends = num_short <= all_samples // epoch_samples if epoch_samples else self._recurs()
+        return not at_ends and sum(rows) > _FEWEST_KEPT * micro_batch * len(rows)
 
     def _refusal(self, rows: int) -> InvalidTrial:
         """Record a fixed batch size of the script; return the error that ends the trial."""
@@ -279,19 +279,19 @@ class BatchCounter:
             batch_flag=flag,
         )
 
-    def _fitting(self, place: str, shape: Shape) -> list[int]:
+    def _sample_dims(self, place: str, shape: Shape) -> list[int]:
         """Return the dimensions of a tensor that may be the sample dimension."""
-        candidates = (self._known[place],) if place in self._known else (0, 1)
+        candidates = (self._known_dims[place],) if place in self._known_dims else (0, 1)
         return [d for d in candidates if _size(shape, d) == self._micro_batch]
 
     def _tokens(self, leaves: Leaves) -> tuple[Any, int | None]:
         """Return the number of tokens and the longest sequence's length; None where unknown."""
         import torch
 
-        named = {place: leaf for place, leaf in leaves.items() if _name(place) == "input_ids"}
+        id_leaves = {place: leaf for place, leaf in leaves.items() if _name(place) == "input_ids"}
         counts: list[Any] = []
         lengths = []
-        for place, ids in (named or dict(list(leaves.items())[:1])).items():
+        for place, ids in (id_leaves or dict(list(leaves.items())[:1])).items():
             if not _is_of_ids(ids):
                 continue
             masks = [
@@ -327,31 +327,31 @@ class LeafFinder:
         Args:
             values: positional arguments, and named arguments as one mapping.
         """
-        found: dict[str, torch.Tensor] = {}
+        leaves: dict[str, torch.Tensor] = {}
         for place, value in enumerate(values):
-            self._search(value, str(place), _DEPTH, found)
-        return found
+            self._search(value, str(place), _DEPTH, leaves)
+        return leaves
 
-    def _search(self, value: Any, place: str, depth: int, found: dict[str, torch.Tensor]) -> int:
-        """Add the tensors in a value to `found`; return the number of values visited."""
+    def _search(self, value: Any, place: str, depth: int, leaves: dict[str, torch.Tensor]) -> int:
+        """Add the tensors in a value to `leaves`; return the number of values visited."""
         if value is None or type(value) in (int, float, bool, str):
             return 1
         import torch
 
         if isinstance(value, torch.Tensor):
             if value.is_nested or value.dim():
-                found[place] = value
+                leaves[place] = value
             return 1
         if depth == 0 or isinstance(value, (str, bytes, type, torch.nn.Module)):
             return 1
         if place in self._without_tensors:
             return 1
-        looked_at, before = 1, len(found)
+        num_visited, num_before = 1, len(leaves)
         for name, part in _parts(value):
-            looked_at += self._search(part, f"{place}.{name}", depth - 1, found)
-        if looked_at >= _LARGE and len(found) == before:
+            num_visited += self._search(part, f"{place}.{name}", depth - 1, leaves)
+        if num_visited >= _LARGE and len(leaves) == num_before:
             self._without_tensors.add(place)
-        return looked_at
+        return num_visited
 
 
 def _parts(value: Any) -> Iterable[tuple[Any, Any]]:
@@ -390,8 +390,8 @@ def _is_of_ids(tensor: torch.Tensor) -> bool:
 
 def positions_of(config: Any) -> int:
     """Return the maximum number of positions in a transformers configuration; 0 if unknown."""
-    most = getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", 0))
-    return most if isinstance(most, int) else 0
+    size = getattr(config, "max_position_embeddings", getattr(config, "max_target_positions", 0))
+    return size if isinstance(size, int) else 0
 
 
 def longest_of(model: Any) -> int:

@@ -54,18 +54,18 @@ def wait_for_memory(accelerator: Any, index: int) -> None:
     import torch
 
     began_s = last_change_s = time.monotonic()
-    before = 0
+    last_free = 0
     while (now_s := time.monotonic()) - began_s < _BACK_WITHIN_S:
         try:
             free, total = torch.cuda.mem_get_info(index)
         except RuntimeError:  # there is not even memory for a context
             time.sleep(_POLL_S)
             continue
-        held = total - free - torch.cuda.memory_reserved(index)
-        if held < _MAY_BE_HELD * total or now_s - last_change_s > _UNCHANGED_FOR_S:
+        other_bytes = total - free - torch.cuda.memory_reserved(index)
+        if other_bytes < _MAY_BE_HELD * total or now_s - last_change_s > _UNCHANGED_FOR_S:
             return
-        if free != before:
-            before, last_change_s = free, now_s
+        if free != last_free:
+            last_free, last_change_s = free, now_s
         time.sleep(_POLL_S)
 
 
@@ -89,9 +89,9 @@ class MemoryWatch:
 
     counts_data: ClassVar[bool] = False
 
-    def __init__(self, accelerator: Any, before: ProcessMemory) -> None:
+    def __init__(self, accelerator: Any, memory_before: ProcessMemory) -> None:
         self._accelerator = accelerator
-        self._before = before
+        self._memory_before = memory_before
         self.has_allocator = not accelerator.is_synchronized_device()
         self._peaks: dict[tuple[str, str], int] = {}  # by field of `MemoryUse` and phase
 
@@ -125,8 +125,8 @@ class MemoryWatch:
     def over_ranks(self, maximum: Callable[[list[float]], list[float]]) -> MemoryUse:
         """Return the maxima over the ranks, in bytes; a collective call."""
         keys = sorted(self._peaks)
-        own = [*(self._peaks[key] for key in keys), self._context_bytes(), self._data_bytes()]
-        *peaks, context, data = map(int, maximum(list(map(float, own))))
+        values = [*(self._peaks[key] for key in keys), self._context_bytes(), self._data_bytes()]
+        *peaks, context, data = map(int, maximum(list(map(float, values))))
         fields: dict[str, Any] = {}
         for (kind, phase), peak in zip(keys, peaks, strict=True):
             fields.setdefault(kind, {})[phase] = peak
@@ -137,11 +137,11 @@ class MemoryWatch:
             return 0
         # The kernel records only the peak of all mappings.
         peak = _read_status("VmPeak:") - _read_status("VmSize:") + _read_status("VmData:")
-        return max(0, peak - self._before.data_bytes)
+        return max(0, peak - self._memory_before.data_bytes)
 
     def _context_bytes(self) -> int:
         if not self.has_allocator:
-            return self._before.rss_bytes
+            return self._memory_before.rss_bytes
         if self._accelerator.device_name() != "cuda":
             return 0
         import torch

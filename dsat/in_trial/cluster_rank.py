@@ -38,7 +38,7 @@ _LONGEST_LINE_BYTES = 4000  # below PIPE_BUF: lines of ranks that share a pipe d
 _WOULD_REPEAT = (OutcomeKind.OOM, OutcomeKind.HOST_OOM, OutcomeKind.INVALID, OutcomeKind.DIVERGED)
 
 _log = logging.getLogger(__name__)
-_attached: Task | None = None
+_task: Task | None = None
 _has_switches = False
 
 
@@ -63,19 +63,19 @@ def attach(hparams: Mapping[str, Any]) -> Task | None:
     Raises:
         InvalidTrial: a switch can no longer be set.
     """
-    global _attached, _has_switches
-    if _attached is None and hparams.get(DSAT_MODE_KEY) and DSAT_TRIAL_KEY in hparams:
+    global _task, _has_switches
+    if _task is None and hparams.get(DSAT_MODE_KEY) and DSAT_TRIAL_KEY in hparams:
         data = json.loads(hparams[DSAT_TRIAL_KEY]["spec"])
         spec = replace(MeterSpec.from_json(data), host_slots=local_size())
-        _attached = Task(install(spec, lambda outcome: None))
-        _attached.watch()
+        _task = Task(install(spec, lambda outcome: None))
+        _task.watch()
         if rank_and_size()[0] == 0:
-            _attached.runner = runner_watch.start(hparams[DSAT_TRIAL_KEY]["runner"])
+            _task.runner = runner_watch.start(hparams[DSAT_TRIAL_KEY]["runner"])
         os.write(2, f"{ATTACHED_MARK}{_allocation()}\n".encode())
-    if not _has_switches and (_attached is not None or DSAT_SWITCHES_KEY in hparams):
+    if not _has_switches and (_task is not None or DSAT_SWITCHES_KEY in hparams):
         _has_switches = True
         _use_switches(hparams)
-    return _attached
+    return _task
 
 
 def _use_switches(hparams: Mapping[str, Any]) -> None:
@@ -92,8 +92,8 @@ def _use_switches(hparams: Mapping[str, Any]) -> None:
     adapters.install()
     if TRIAL.phase is Phase.INERT:
         TRIAL.phase = Phase.TRAINING
-    wanted = hparams.get(DSAT_SWITCHES_KEY) or {}
-    variables = switches.variables(wanted)
+    targets = hparams.get(DSAT_SWITCHES_KEY) or {}
+    variables = switches.variables(targets)
     late = [name for name in variables if name.startswith("CUDA_")]
     if late and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise InvalidTrial(
@@ -102,7 +102,7 @@ def _use_switches(hparams: Mapping[str, Any]) -> None:
         )
     os.environ.update(variables)
     on_cpu = get_accelerator().device_name() == "cpu"
-    scripts = ScriptSwitches(wanted, hparams.get(OVERWRITE_KEY) or {}, on_cpu=on_cpu)
+    scripts = ScriptSwitches(targets, hparams.get(OVERWRITE_KEY) or {}, on_cpu=on_cpu)
     TRIAL.calls.before_engine.append(scripts.before_engine)
     TRIAL.calls.after_engine.append(scripts.after_engine)
     TRIAL.trainer = TrainerSettings(None, None, scripts)
@@ -114,7 +114,7 @@ class Task:
     def __init__(self, meter: Meter) -> None:
         self.meter = meter
         self._began_s = time.monotonic()
-        self._reported = False
+        self._has_reported = False
         self.runner: RunnerWatch | None = None
         self._core_context: Any = None
         self._steps_completed = 0
@@ -131,12 +131,12 @@ class Task:
     # -- outcomes
 
     def measured(self) -> Outcome | None:
-        found = self.meter.outcome
-        return None if found is None else self._add_facts(found)
+        outcome = self.meter.outcome
+        return None if outcome is None else self._add_facts(outcome)
 
     def failed(self, error: BaseException) -> Outcome:
-        found = self._add_facts(failures.outcome(error))
-        return replace(found, message=f"rank {rank_and_size()[0]}: {found.message}")
+        outcome = self._add_facts(failures.outcome(error))
+        return replace(outcome, message=f"rank {rank_and_size()[0]}: {outcome.message}")
 
     def ended(self) -> Outcome:
         """Return the measurement of a script that ended, or the reason why there is none."""
@@ -169,7 +169,7 @@ class Task:
 
     def report(self, outcome: Outcome) -> None:
         """Report the chief's first outcome: metrics for the web UI, and the searcher metric."""
-        if self._report_completed is None or self._reported:
+        if self._report_completed is None or self._has_reported:
             return
         metrics = numbers(outcome, measures=self.meter.spec.measures)
         if metrics:
@@ -177,11 +177,11 @@ class Task:
                 steps_completed=self._steps_completed, metrics=metrics
             )
         self._report_completed({**metrics, OUTCOME_KEY: outcome.to_json()})
-        self._reported = True
+        self._has_reported = True
 
     def stay_until_closed(self) -> None:
         """After a report, wait as in `RunnerWatch.stay_until_closed`."""
-        if self._reported and self.runner is not None:
+        if self._has_reported and self.runner is not None:
             self.runner.stay_until_closed()
 
     def report_failure(self, error: BaseException) -> None:
@@ -196,9 +196,9 @@ class Task:
 
         `ended`: whether the script ended by itself.
         """
-        if self._reported:
+        if self._has_reported:
             return
-        self._reported = True
+        self._has_reported = True
         os.write(2, log_line(outcome, run=_allocation(), ended=ended))
 
     def _report_at_exit(self) -> None:
@@ -219,16 +219,16 @@ def numbers(outcome: Outcome, *, measures: bool = True) -> dict[str, float]:
     If a trial that only profiles reported the searched metric, the master would rank it.
     """
     part = outcome.metrics if measures else outcome.profile
-    found: dict[str, Any] = {} if part is None else part.to_json()
-    return {name: value for name, value in found.items() if isinstance(value, int | float)}
+    fields: dict[str, Any] = {} if part is None else part.to_json()
+    return {name: value for name, value in fields.items() if isinstance(value, int | float)}
 
 
 def log_line(outcome: Outcome, *, run: str, ended: bool) -> bytes:
     """Format an outcome as one line of a log, without step times and with a shortened detail."""
     detail = outcome.detail[-_LONGEST_LINE_BYTES:]
     while True:
-        short = replace(outcome, detail=detail, step_ms=())
-        data = {**short.to_json(), "run": run, "ended": ended}
+        excerpt = replace(outcome, detail=detail, step_ms=())
+        data = {**excerpt.to_json(), "run": run, "ended": ended}
         line = f"{LOG_MARK}{json.dumps(data, separators=(',', ':'))}\n".encode()
         if len(line) <= _LONGEST_LINE_BYTES or not detail:
             return line

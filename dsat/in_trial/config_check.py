@@ -108,42 +108,44 @@ def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
     Each key is parsed alone, to locate problems. If there are none and the configuration is whole,
     all keys are then parsed together.
     """
-    found = Verdict()
-    kept = _without_auto(config)
-    refused: dict[str, str] = {}  # by DeepSpeed's message, the key that it refuses even alone
-    for key, value in kept.items():
+    verdict = Verdict()
+    content = _drop_auto(config)
+    refusals: dict[str, str] = {}  # by DeepSpeed's message, the key that it refuses even alone
+    for key, value in content.items():
         section, error = _read({key: value})
         if error is not None and _is_of_model(error):
-            found.problems += _problems_of_model(key, error, version)
+            verdict.problems += _problems_of_model(key, error, version)
         elif error is not None and not isinstance(value, Mapping) and _read({key: {}})[1] is None:
-            found.problems.append(Problem(key, f"must be a mapping, not {json.dumps(value)}"))
+            verdict.problems.append(Problem(key, f"must be a mapping, not {json.dumps(value)}"))
         elif error is not None:
-            refused[_text(error)] = key
+            refusals[_text(error)] = key
         else:
             slips = list(_slips(section, [key], "", version))
-            found.problems += slips
+            verdict.problems += slips
             if slips:
                 continue
         if error is None and key not in (*section.defaults, SEQUENCE_SIZE):
-            found.ignored[key] = did_you_mean(key, section.defaults)
-    if whole and not found.problems:
-        error = _read(kept)[1]
+            verdict.ignored[key] = did_you_mean(key, section.defaults)
+    if whole and not verdict.problems:
+        error = _read(content)[1]
         if error is not None:
             text = _text(error)
-            place, said = refused.get(text, ""), text.removesuffix(".")
+            place, reason = refusals.get(text, ""), text.removesuffix(".")
             hint = ""
             if place and "removed" in text:
-                place = _find_removed(kept, place, text)
+                place = _find_removed(content, place, text)
                 hint = f"Deleting {place!r} is enough."
-            found.problems.append(Problem(place, f"DeepSpeed {version} refuses it: {said}", hint))
-    return found
+            verdict.problems.append(
+                Problem(place, f"DeepSpeed {version} refuses it: {reason}", hint)
+            )
+    return verdict
 
 
 def _find_removed(config: Mapping[str, Any], key: str, text: str) -> str:
     """Return the path of the setting that causes an error; `key` if no single one below it does."""
     value = config[key]
     for inner in value if isinstance(value, Mapping) else ():
-        error = _read({key: {name: each for name, each in value.items() if name != inner}})[1]
+        error = _read({key: {name: part for name, part in value.items() if name != inner}})[1]
         if error is None or _text(error) != text:
             return f"{key}.{inner}"
     return key
@@ -162,12 +164,12 @@ def default(path: str) -> Any:
         return _default_parallelism(path)
     if top == "zero_optimization":
         *sections, key = rest.split(".")
-        found = _field(_model_at(DeepSpeedZeroConfig, sections), key).get_default()
+        value = _field(_model_at(DeepSpeedZeroConfig, sections), key).get_default()
     else:
         whole: Any = _read({top: {"dsat asks": 0}})[0]
-        found = whole[top].defaults[rest] if rest else whole.defaults[top]
-    found = found.value if isinstance(found, enum.Enum) else found
-    return found if isinstance(found, (bool, int, float, str)) else None
+        value = whole[top].defaults[rest] if rest else whole.defaults[top]
+    value = value.value if isinstance(value, enum.Enum) else value
+    return value if isinstance(value, (bool, int, float, str)) else None
 
 
 def _default_parallelism(path: str) -> int:
@@ -205,8 +207,8 @@ def _problems_of_model(key: str, refusal: Any, version: str) -> Iterator[Problem
             near = did_you_mean(path[-1], _names(refusal.title, error["loc"][:-1]))
             yield Problem(".".join(path), f"DeepSpeed {version} has no setting {path[-1]!r}", near)
         elif error["type"] not in _BY_HAND:
-            wanted = error["msg"].partition(", unable")[0].removeprefix("Input should be ")
-            yield Problem(".".join(path), f"must be {wanted}, not {error['input']!r}")
+            requirement = error["msg"].partition(", unable")[0].removeprefix("Input should be ")
+            yield Problem(".".join(path), f"must be {requirement}, not {error['input']!r}")
 
 
 def _slips(section: _Section, keys: Iterable[str], path: str, version: str) -> Iterator[Problem]:
@@ -228,7 +230,7 @@ def _names(title: str, path: Iterable[Any]) -> list[str]:
     models = _subclasses(DeepSpeedConfigModel)
     model = _model_at(next((m for m in models if m.__name__ == title), None), path)
     fields = {} if model is None else model.model_fields
-    return [name for key, found in fields.items() for name in (key, found.alias or key)]
+    return [name for key, info in fields.items() for name in (key, info.alias or key)]
 
 
 def _model_at(model: Any, path: Iterable[Any]) -> Any:
@@ -241,9 +243,9 @@ def _model_at(model: Any, path: Iterable[Any]) -> Any:
 
 def _field(model: Any, name: str) -> Any:
     """Return a model's field by its name or alias; raise KeyError if there is none."""
-    for key, found in ({} if model is None else model.model_fields).items():
-        if name in (key, found.alias):
-            return found
+    for key, model_field in ({} if model is None else model.model_fields).items():
+        if name in (key, model_field.alias):
+            return model_field
     raise KeyError(name)
 
 
@@ -253,9 +255,9 @@ def _subclasses(cls: Any) -> Iterator[Any]:
         yield from _subclasses(inner)
 
 
-def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_auto(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        key: _without_auto(value) if isinstance(value, Mapping) else value
+        key: _drop_auto(value) if isinstance(value, Mapping) else value
         for key, value in config.items()
         if value != AUTO
     }
@@ -278,18 +280,18 @@ def main() -> None:
     """Read questions from the first file, and write the answers to the second."""
     logging.disable(logging.WARNING)
     questions, answers = map(Path, sys.argv[1:3])
-    asked = json.loads(questions.read_text(encoding="utf-8"))
+    task = json.loads(questions.read_text(encoding="utf-8"))
     with contextlib.redirect_stdout(sys.stderr):  # libraries may print
         import deepspeed
 
         version = deepspeed.__version__
-        verdicts = [check(c["config"], whole=c["whole"], version=version) for c in asked["configs"]]
+        verdicts = [check(c["config"], whole=c["whole"], version=version) for c in task["configs"]]
         defaults = {}
-        for path in asked["defaults"]:
+        for path in task["defaults"]:
             with contextlib.suppress(KeyError):
                 defaults[path] = default(path)
-    found = {"version": version, "verdicts": [asdict(v) for v in verdicts], "defaults": defaults}
-    write_atomically(answers, json.dumps(found))
+    result = {"version": version, "verdicts": [asdict(v) for v in verdicts], "defaults": defaults}
+    write_atomically(answers, json.dumps(result))
 
 
 if __name__ == "__main__":

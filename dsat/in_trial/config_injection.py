@@ -49,38 +49,38 @@ def install(config: Mapping[str, Any], overrides: Mapping[str, Any], path: Path)
     first: list[dict[str, Any]] = []
 
     def inject(arguments: dict[str, Any]) -> None:
-        passed = trained_config(arguments)
-        if passed is None:
+        original = trained_config(arguments)
+        if original is None:
             return
         if not first and _names_what_to_train(arguments):
-            first.append(dict(passed.content))
-        if agrees(passed.content, overrides):
+            first.append(dict(original.content))
+        if agrees(original.content, overrides):
             return
-        if not first or passed.content == first[0]:
-            replace(arguments, passed, config, path)
-        elif passed.name in _BY_ARGUMENT and _batch(passed.content) == _batch(first[0]):
-            own = {k: v for k, v in passed.content.items() if k not in ds_config.BATCH_KEYS}
-            replace(arguments, passed, {**own, **_batch(config)}, path)
+        if not first or original.content == first[0]:
+            replace(arguments, original, config, path)
+        elif original.name in _BY_ARGUMENT and _batch(original.content) == _batch(first[0]):
+            user = {k: v for k, v in original.content.items() if k not in ds_config.BATCH_KEYS}
+            replace(arguments, original, {**user, **_batch(config)}, path)
 
     TRIAL.calls.before_engine.append(inject)
 
 
 def replace(
-    arguments: dict[str, Any], passed: Passed, config: Mapping[str, Any], path: Path
+    arguments: dict[str, Any], original: Passed, config: Mapping[str, Any], path: Path
 ) -> None:
     """Replace the configuration that a call passes with the trial's.
 
     The trial's "auto" values are filled in from the replaced configuration, unless that is the file
     named by `args.deepspeed_config`.
     """
-    if passed.name == _BY_ATTRIBUTE:
+    if original.name == _BY_ATTRIBUTE:
         arguments["args"].deepspeed_config = str(path)
         return
-    wanted = ds_config.fill_in_auto(config, passed.content)
+    content = ds_config.fill_in_auto(config, original.content)
     # In place: the script may still read its batch size from there.
-    passed.content.clear()
-    passed.content.update(wanted)
-    arguments[passed.name] = passed.content
+    original.content.clear()
+    original.content.update(content)
+    arguments[original.name] = original.content
 
 
 def agrees(config: Mapping[str, Any], overrides: Mapping[str, Any], *, but_for: Any = None) -> bool:
@@ -88,12 +88,12 @@ def agrees(config: Mapping[str, Any], overrides: Mapping[str, Any], *, but_for: 
 
     A value equal to `but_for`, such as "auto", agrees with any value; so does None in `overrides`.
     """
-    for key, wanted in overrides.items():
+    for key, override in overrides.items():
         value = config.get(key)
-        if isinstance(wanted, Mapping) and isinstance(value, Mapping):
-            if not agrees(value, wanted, but_for=but_for):
+        if isinstance(override, Mapping) and isinstance(value, Mapping):
+            if not agrees(value, override, but_for=but_for):
                 return False
-        elif wanted not in (None, value) and (value is None or value != but_for):
+        elif override not in (None, value) and (value is None or value != but_for):
             return False
     return True
 
@@ -105,11 +105,11 @@ def passed_config(arguments: Mapping[str, Any]) -> Passed | None:
     that).
     """
     # DeepSpeed uses `config` and ignores `config_params` beside it.
-    found = [(name, arguments[name]) for name in _BY_ARGUMENT if arguments.get(name) is not None]
-    of_args = getattr(arguments.get("args"), _BY_ATTRIBUTE, None)
-    if bool(found) == (of_args is not None):
+    pairs = [(name, arguments[name]) for name in _BY_ARGUMENT if arguments.get(name) is not None]
+    args_value = getattr(arguments.get("args"), _BY_ATTRIBUTE, None)
+    if bool(pairs) == (args_value is not None):
         return None
-    name, value = found[0] if found else (_BY_ATTRIBUTE, of_args)
+    name, value = pairs[0] if pairs else (_BY_ATTRIBUTE, args_value)
     content = read_config(value)
     return None if content is None else Passed(name, content)
 
@@ -119,10 +119,10 @@ def drop_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
     The script's `args` object is not changed, but DeepSpeed can still set attributes on it.
     """
-    found = {name: value for name, value in arguments.items() if name not in _BY_ARGUMENT}
-    if getattr(found.get("args"), _BY_ATTRIBUTE, None) is not None:
-        found["args"] = _WithoutConfig(found["args"])
-    return found
+    result = {name: value for name, value in arguments.items() if name not in _BY_ARGUMENT}
+    if getattr(result.get("args"), _BY_ATTRIBUTE, None) is not None:
+        result["args"] = _WithoutConfig(result["args"])
+    return result
 
 
 class _WithoutConfig:
@@ -154,11 +154,11 @@ def trained_config(arguments: Mapping[str, Any]) -> Passed | None:
     a section `optimizer`. With accelerate, the section does not count: a reference model may share
     the configuration (TRL's `prepare_deepspeed`).
     """
-    passed = passed_config(arguments)
-    if passed is None or _names_what_to_train(arguments):
-        return passed
-    is_own = "optimizer" in passed.content and not accelerate_makes_engines()
-    return passed if is_own else None
+    config = passed_config(arguments)
+    if config is None or _names_what_to_train(arguments):
+        return config
+    is_own = "optimizer" in config.content and not accelerate_makes_engines()
+    return config if is_own else None
 
 
 def accelerate_makes_engines() -> bool:

@@ -50,26 +50,27 @@ def check_arguments(arguments: Mapping[str, Any], slots: int) -> None:
 def check_engine(engine: Any, spec: MeterSpec) -> None:
     """Raise InvalidTrial if an engine's batch, stage or parallelism differs from its trial's."""
     micro_batch = engine.train_micro_batch_size_per_gpu()
-    found = {
+    settings = {
         "train_micro_batch_size_per_gpu": (micro_batch, spec.micro_batch),
         "gradient_accumulation_steps": (engine.gradient_accumulation_steps(), spec.gas),
         "zero_optimization.stage": (engine.zero_optimization_stage(), spec.stage),
     }
-    for key, (value, expected) in found.items():
+    for key, (value, expected) in settings.items():
         if value != expected:
             raise InvalidTrial(
                 f"the script does not use the trial's configuration: {key} is {value}, not "
                 f"{expected}. Pass the result of dsat.get_ds_config_from_hparams(hparams) to "
                 "deepspeed.initialize(config=...)"
             )
-    own, wanted = parallelism_of(engine), spec.parallelism
-    if own.tensor != wanted.tensor:
+    engine_value, trial_value = parallelism_of(engine), spec.parallelism
+    if engine_value.tensor != trial_value.tensor:
         raise InvalidTrial(
-            f"{TENSOR_SIZE} is {own.tensor} in the script's engine, not {wanted.tensor}. "
-            "Set it only in the DeepSpeed configuration, and do not call deepspeed.tp_model_init"
+            f"{TENSOR_SIZE} is {engine_value.tensor} in the script's engine, not "
+            f"{trial_value.tensor}. Set it only in the DeepSpeed configuration, and do not call "
+            "deepspeed.tp_model_init"
         )
-    if own.sequence != wanted.sequence:
+    if engine_value.sequence != trial_value.sequence:
         raise InvalidTrial(
-            f"{SEQUENCE_SIZE} is {own.sequence} in the script's engine, not "
-            f"{wanted.sequence}. {ULYSSES}"
+            f"{SEQUENCE_SIZE} is {engine_value.sequence} in the script's engine, not "
+            f"{trial_value.sequence}. {ULYSSES}"
         )

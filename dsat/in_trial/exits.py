@@ -21,10 +21,10 @@ def report_unmeasured(folder: Path, error: BaseException) -> None:
     """
     reports = [path.read_text(encoding="utf-8") for path in folder.glob(result_file("*"))]
     if all(_EXITED in report for report in reports):
-        found = failures.outcome(error)
+        outcome = failures.outcome(error)
         if isinstance(error, SystemExit):  # its traceback has no frame of the script
-            found = replace(outcome_of_exit(error), detail="")
-        write_outcome(folder, rank_and_size()[0], found)
+            outcome = replace(outcome_of_exit(error), detail="")
+        write_outcome(folder, rank_and_size()[0], outcome)
 
 
 def report_exit(folder: Path) -> None:
@@ -36,5 +36,5 @@ def report_exit(folder: Path) -> None:
 def outcome_of_exit(stop: SystemExit) -> Outcome:
     """Return the outcome of a process that ends with `sys.exit`."""
     place = f" at {TRIAL.exit.place}" if TRIAL.exit is not None and TRIAL.exit.place else ""
-    said = f"{_EXITED}({stop.code!r}){place}"
-    return replace(failures.outcome(stop), message=said)
+    message = f"{_EXITED}({stop.code!r}){place}"
+    return replace(failures.outcome(stop), message=message)

@@ -151,21 +151,21 @@ def message(error: BaseException) -> str:
             if size is not None:
                 return f"out of memory: tried to allocate {fmt.memory(int(size[1]))}"
     first = " ".join(map(str.strip, lines[: 2 if lines[0].endswith(":") else 1]))
-    said = f"{type(error).__name__}: {first}" if first else type(error).__name__
+    text = f"{type(error).__name__}: {first}" if first else type(error).__name__
     advice = next((advice for part, advice in _ADVICE.items() if re.search(part, str(error))), "")
     if not advice and isinstance(error, FileExistsError):
         advice = _SAME_FOLDER
-    said = f"{said.rstrip('.')}. {advice}" if advice else said
-    missing = error.filename if isinstance(error, FileNotFoundError) else None
-    if isinstance(missing, (str, bytes)) and Path(os.fsdecode(missing)).resolve() in unwritten:
-        said += ". Trials save no models, so dsat did not write this file"
-    return f"{INSIDE_DSAT}: {said}" if _is_of_dsat(error) else said
+    text = f"{text.rstrip('.')}. {advice}" if advice else text
+    path = error.filename if isinstance(error, FileNotFoundError) else None
+    if isinstance(path, (str, bytes)) and Path(os.fsdecode(path)).resolve() in unwritten:
+        text += ". Trials save no models, so dsat did not write this file"
+    return f"{INSIDE_DSAT}: {text}" if _is_of_dsat(error) else text
 
 
 def place_in_script(frame: FrameType) -> str:
     """Return the innermost file and line of the script in a stack; empty in a launcher."""
-    for each, line in traceback.walk_stack(frame):
-        path = each.f_code.co_filename
+    for caller, line in traceback.walk_stack(frame):
+        path = caller.f_code.co_filename
         if not (path.startswith((_DSAT, *_LIBRARIES, _PROGRAMS)) or f"-packages{os.sep}" in path):
             with contextlib.suppress(OSError):  # the working folder may be gone
                 path = os.path.relpath(path)
@@ -189,17 +189,17 @@ def user_traceback(error: BaseException) -> str:
     """
     if _is_of_dsat(error):
         return "".join(traceback.format_exception(error))
-    skipped = (_DSAT, "<frozen runpy>", runpy.__file__)
-    kept: list[str] = []
+    hidden = (_DSAT, "<frozen runpy>", runpy.__file__)
+    lines: list[str] = []
     skipping = False
     for line in "".join(traceback.format_exception(error)).splitlines(keepends=True):
         if line.startswith('  File "'):
-            skipping = any(f'"{path}' in line for path in skipped)
+            skipping = any(f'"{path}' in line for path in hidden)
         elif not line.startswith("    "):
             skipping = False
         if not skipping:
-            kept.append(line)
-    return "".join(kept)
+            lines.append(line)
+    return "".join(lines)
 
 
 def _is_of_dsat(error: BaseException) -> bool:
@@ -223,9 +223,9 @@ def _is_of_dsat(error: BaseException) -> bool:
 
 def _memory_kind(error: BaseException) -> OutcomeKind | None:
     """Return the kind of error if memory of the device or the host ran out; None for others."""
-    of_cpu = OutcomeKind.HOST_OOM if _uses_cuda() else OutcomeKind.OOM
+    host_kind = OutcomeKind.HOST_OOM if _uses_cuda() else OutcomeKind.OOM
     if isinstance(error, MemoryError):
-        return of_cpu
+        return host_kind
     # torch.OutOfMemoryError and torch.cuda.OutOfMemoryError by name: torch may not be imported.
     if type(error).__name__ == "OutOfMemoryError":
         return OutcomeKind.OOM
@@ -238,7 +238,7 @@ def _memory_kind(error: BaseException) -> OutcomeKind | None:
     if killed or has_part(text, _HOST_OUT_OF_MEMORY):
         return OutcomeKind.HOST_OOM
     if has_part(text, _CPU_OUT_OF_MEMORY):
-        return of_cpu
+        return host_kind
     if has_part(text, _OUT_OF_MEMORY):
         # The message of a failed cudaHostAlloc is the same; only its traceback differs.
         pinning = "pin_memory" in "".join(traceback.format_tb(error.__traceback__))
@@ -265,10 +265,10 @@ def _is_nearly_full() -> bool:
     torch = sys.modules["torch"]
     try:
         free, total = torch.cuda.mem_get_info()
-        kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     except RuntimeError:  # the device has failed
         return False
-    return bool(free + kept < _FREE_FRACTION * total)
+    return bool(free + cached < _FREE_FRACTION * total)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -56,16 +56,16 @@ def _change_arguments(path: Path) -> None:
     if not path.exists():  # the process started with the trial's
         return
     changes = json.loads(path.read_text(encoding="utf-8"))
-    own = sys.argv[1:]
-    local_rank = [word for word in own[:1] if word.startswith(_LOCAL_RANK)]
-    for seen, wanted in changes["args"] if sys.argv[0] in changes["programs"] else ():
-        if own[len(local_rank) :] == seen:
-            sys.argv[1:] = [*local_rank, *wanted]
-    seen, wanted = changes["env"]
-    if seen.items() <= os.environ.items():
-        for name in seen:
+    args = sys.argv[1:]
+    local_rank = [word for word in args[:1] if word.startswith(_LOCAL_RANK)]
+    for old, new in changes["args"] if sys.argv[0] in changes["programs"] else ():
+        if args[len(local_rank) :] == old:
+            sys.argv[1:] = [*local_rank, *new]
+    old, new = changes["env"]
+    if old.items() <= os.environ.items():
+        for name in old:
             del os.environ[name]
-        os.environ.update(wanted)
+        os.environ.update(new)
 
 
 def _watch(folder: Path, start: dict[str, Any], *, is_rank: bool) -> None:
@@ -103,18 +103,18 @@ def _mark_process(folder: Path) -> None:
         import ctypes
 
         with open(__file__, "rb") as file:  # some file systems map no files, or no shared ones
-            mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+            mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
     except (ImportError, OSError):
         (folder / UNMARKED_FILE).touch()
         return
     # Keep it mapped while Python exits: torch's sockets are still open then.
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapped))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(mapping))
 
 
 def _run_hidden_sitecustomize() -> None:
     """Run the environment's own `sitecustomize`, which this file hides."""
-    own = os.path.dirname(os.path.abspath(__file__))
-    elsewhere = [entry for entry in sys.path if os.path.abspath(entry or ".") != own]
+    folder = os.path.dirname(os.path.abspath(__file__))
+    elsewhere = [entry for entry in sys.path if os.path.abspath(entry or ".") != folder]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
     if spec is not None and spec.loader is not None:
         module = importlib.util.module_from_spec(spec)

@@ -16,8 +16,8 @@ from dsat.in_trial.adapters.calls import Call
 Kind = tuple[int, int]
 batches_in_store = 0  # the most that any loader prepares in advance
 waited_s = 0.0  # for batches, in this process
-_begun: Counter[Kind] = Counter()  # epochs
-_read: Counter[Kind] = Counter()  # batches, since the training's engine was made
+_epochs: Counter[Kind] = Counter()  # begun
+_batches: Counter[Kind] = Counter()  # since the training's engine was made
 
 
 def begin_epoch(call: Call) -> Any:
@@ -26,12 +26,12 @@ def begin_epoch(call: Call) -> Any:
 
     global batches_in_store
     loader, iterator = call.owner, call.proceed()
-    in_store = loader.num_workers * (loader.prefetch_factor or 0)
-    batches_in_store = max(batches_in_store, in_store)
+    num_stored = loader.num_workers * (loader.prefetch_factor or 0)
+    batches_in_store = max(batches_in_store, num_stored)
     if "dsat_kind" not in loader.__dict__:  # once: a script's sampler may compute its length slowly
         loader.dsat_kind = _kind_of(loader.batch_sampler)
     if loader.dsat_kind is not None:
-        _begun[loader.dsat_kind] += 1
+        _epochs[loader.dsat_kind] += 1
     if isinstance(iterator, _BaseDataLoaderIter):
         iterator.dsat_kind = loader.dsat_kind  # type: ignore[attr-defined]
     return iterator
@@ -46,13 +46,13 @@ def get_batch(call: Call) -> Any:
     finally:
         waited_s += time.perf_counter() - begin
     if (kind := getattr(call.owner, "dsat_kind", None)) is not None:
-        _read[kind] += 1
+        _batches[kind] += 1
     return batch
 
 
 def begin_training() -> None:
     """Restart the count of batches; called when the engine that trains is made."""
-    _read.clear()
+    _batches.clear()
 
 
 def samples(batch_size: int, micro_steps: int) -> tuple[int | None, int]:
@@ -70,13 +70,13 @@ def samples(batch_size: int, micro_steps: int) -> tuple[int | None, int]:
         The samples that the micro steps use in one epoch, and in all epochs begun so far.
         None and 0 if no loader of known length loaded batches for at least half of the micro steps.
     """
-    of_epoch, of_all = 0, 0
-    for (size, most), epochs in _begun.items():
-        if size % batch_size == 0 and 2 * _read[size, most] >= micro_steps:
-            used = most * batch_size // size
-            of_epoch = max(used, of_epoch)
-            of_all += epochs * used
-    return of_epoch or None, of_all
+    epoch_samples, all_samples = 0, 0
+    for (size, length), epochs in _epochs.items():
+        if size % batch_size == 0 and 2 * _batches[size, length] >= micro_steps:
+            num_samples = length * batch_size // size
+            epoch_samples = max(num_samples, epoch_samples)
+            all_samples += epochs * num_samples
+    return epoch_samples or None, all_samples
 
 
 def _kind_of(batch_sampler: Any) -> Kind | None:
@@ -85,9 +85,9 @@ def _kind_of(batch_sampler: Any) -> Kind | None:
 
     size: Any = getattr(batch_sampler, "batch_size", None)
     try:
-        most = (len(batch_sampler) + 1) * size
+        length = (len(batch_sampler) + 1) * size
         if type(batch_sampler) is BatchSampler:  # other classes distribute or repeat samples
-            most = min(most, len(batch_sampler.sampler))  # type: ignore[arg-type]
+            length = min(length, len(batch_sampler.sampler))  # type: ignore[arg-type]
     except Exception:  # any error: torch itself needs no length
         return None
-    return size, most
+    return size, length

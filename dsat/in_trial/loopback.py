@@ -29,17 +29,17 @@ def interface_to(address: str) -> str:
     """Return the name of the interface by which this host reaches an address; empty if unknown."""
     import psutil
 
-    own = own_address(address)
+    source = own_address(address)
     for name, addresses in psutil.net_if_addrs().items():
-        if any(each.family == socket.AF_INET and each.address == own for each in addresses):
+        if any(entry.family == socket.AF_INET and entry.address == source for entry in addresses):
             return name
     return ""
 
 
-def own_address(other: str) -> str:
+def own_address(address: str) -> str:
     """Return this host's IPv4 address on the route to another address; empty if unknown."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((other, _ANY_PORT))  # sends nothing
+        probe.connect((address, _ANY_PORT))  # sends nothing
         return str(probe.getsockname()[0])
     return ""
 

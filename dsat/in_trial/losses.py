@@ -62,7 +62,7 @@ class LossWatch:
         self._micro_batch = spec.micro_batch if spec.profile else 0
         self._compares_samples = False
         self._ignoring = 0
-        self._scaled: tuple[Any, Any] = (None, None)  # a loss as scaled for fp16, and unscaled
+        self._fp16_losses: tuple[Any, Any] = (None, None)  # a loss as scaled for fp16, and unscaled
         self._sum: Any = None
         self.count = 0  # losses since the last optimizer step
         self._steps: list[_Step] = []
@@ -92,14 +92,14 @@ class LossWatch:
         if self._ignoring or not is_training(self._engine) or is_in_backward():
             return
         for tensor in [tensors] if isinstance(tensors, torch.Tensor) else list(tensors or ()):
-            scaled, loss = self._scaled
+            scaled, loss = self._fp16_losses
             self._add(loss if tensor is scaled else tensor, 1)
-        self._scaled = (None, None)
+        self._fp16_losses = (None, None)
 
     def note_scaled_loss(self, engine: Any, scaled: Any, loss: Any) -> None:
         """Record a loss of the measured engine, both scaled for fp16 and unscaled."""
         if engine is self._engine:
-            self._scaled = (scaled, loss)
+            self._fp16_losses = (scaled, loss)
 
     def begin_step(self) -> None:
         """Compute the gradient norm before the engine's `step`, which may clear the gradients."""
@@ -130,30 +130,30 @@ class LossWatch:
 
     def read(self, mean_over_ranks: Callable[[list[float]], list[float]]) -> None:
         """Read the losses of new steps, a collective call; raise Diverged if they diverge."""
-        new = self._steps[self._num_read :]
-        if not new:
+        steps = self._steps[self._num_read :]
+        if not steps:
             return
         self._num_read = len(self._steps)
-        sums = _numbers([step.loss for step in new])
+        sums = _numbers([step.loss for step in steps])
         means = [
             0.0 if total is None else total / max(1, step.micro_steps)
-            for total, step in zip(sums, new, strict=True)
+            for total, step in zip(sums, steps, strict=True)
         ]
         over_ranks = mean_over_ranks([*means, *(float(total is not None) for total in sums)])
-        shares = over_ranks[len(new) :]
-        for step, mean, share in zip(new, over_ranks[: len(new)], shares, strict=True):
+        shares = over_ranks[len(steps) :]
+        for step, mean, share in zip(steps, over_ranks[: len(steps)], shares, strict=True):
             step.loss = mean / share if share else None
         self._check()
 
     def curve(self) -> TrainingCurve:
         """Wait for the device; return the losses and the gradient norm so far."""
         count = self._num_read
-        kept = [i for i in range(count) if i < FIRST_STEPS or i >= count - LAST_STEPS]
+        positions = [i for i in range(count) if i < FIRST_STEPS or i >= count - LAST_STEPS]
         norm = math.nan if self._norm is None else float(self._norm)  # waits for the device
         return TrainingCurve(
-            steps=tuple(i + 1 for i in kept),
-            losses=tuple(_rounded(self._steps[i].loss) for i in kept),
-            skipped=tuple(i + 1 for i in kept if not self._steps[i].applied),
+            steps=tuple(i + 1 for i in positions),
+            losses=tuple(_round(self._steps[i].loss) for i in positions),
+            skipped=tuple(i + 1 for i in positions if not self._steps[i].applied),
             precision=precision.find(self._engine),
             # DeepSpeed's norm is 0 where it was not computed, and -1 after an overflow.
             gradient_norm=norm if math.isfinite(norm) and norm > 0 else None,
@@ -163,16 +163,16 @@ class LossWatch:
 
     def _check(self) -> None:
         """Raise Diverged if a step not skipped by fp16, or three in a row, has no finite loss."""
-        known = [(i, step) for i, step in enumerate(self._steps, 1) if step.loss is not None]
-        latest = [step.loss for _, step in known[-_LOST_STEPS:]]
-        lost = len(latest) == _LOST_STEPS and not any(map(math.isfinite, latest))
-        before = ""
-        for number, step in known:
-            if not math.isfinite(step.loss) and (step.applied or lost):
+        steps = [(i, step) for i, step in enumerate(self._steps, 1) if step.loss is not None]
+        latest = [step.loss for _, step in steps[-_LOST_STEPS:]]
+        is_lost = len(latest) == _LOST_STEPS and not any(map(math.isfinite, latest))
+        context = ""
+        for number, step in steps:
+            if not math.isfinite(step.loss) and (step.applied or is_lost):
                 raise Diverged(
-                    f"the loss is {step.loss} in optimizer step {number}{before}. {_WHAT_TO_DO}"
+                    f"the loss is {step.loss} in optimizer step {number}{context}. {_WHAT_TO_DO}"
                 )
-            before = f", after {step.loss:.4g} in the step before"
+            context = f", after {step.loss:.4g} in the step before"
 
     def _add(self, loss: Any, weight: int) -> None:
         import torch
@@ -207,19 +207,19 @@ def _numbers(values: Sequence[Any]) -> list[float | None]:
     import torch
 
     tensors = [value for value in values if value is not None]
-    stacked = [tensor.to(tensors[0].device) for tensor in tensors]
-    fetched = iter(torch.stack(stacked).tolist() if stacked else [])
-    return [None if value is None else next(fetched) for value in values]
+    scalars = [tensor.to(tensors[0].device) for tensor in tensors]
+    numbers = iter(torch.stack(scalars).tolist() if scalars else [])
+    return [None if value is None else next(numbers) for value in values]
 
 
 def _total_norm(parameters: Any) -> Any:
     import torch
 
     gradients = [p.grad.detach() for p in parameters if p.grad is not None]
-    norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     device = norms[0].device if norms else None
     return torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms])) if norms else None
 
 
-def _rounded(value: float | None) -> float | None:
+def _round(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.{_DIGITS}g}")

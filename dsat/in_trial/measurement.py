@@ -84,11 +84,11 @@ class Measurement:
         self._recorder = recorder
         self._ranks = ranks
         self._warnings = warnings
-        self._skipped = 0
+        self._skips = 0
         self._began = recorder.marks.begin
         self._first_measured = spec.options.start_step
-        self._fewest = spec.options.end_step - spec.options.start_step + 1
-        self._next_check = self._fewest
+        self._min_steps = spec.options.end_step - spec.options.start_step + 1
+        self._next_check = self._min_steps
         self._steps: list[StepMarks] = []
         self._early: deque[StepMarks] = deque()  # the last steps before the first measured one
 
@@ -104,15 +104,15 @@ class Measurement:
         if skipped:
             self._take_skipped()
             return
-        spec, applied = self._spec, self.steps_seen - self._skipped
+        spec, num_applied = self._spec, self.steps_seen - self._skips
         start = spec.options.start_step
         # The duration of a step that was not skipped decides how many steps the warm-up needs.
-        if applied == max(start - 1, 1) and spec.measures:
-            self._plan_warm_up(marks, applied)
-        if start <= applied < self._first_measured:
+        if num_applied == max(start - 1, 1) and spec.measures:
+            self._plan_warm_up(marks, num_applied)
+        if start <= num_applied < self._first_measured:
             self._early.append(marks)
-        self._recorder.notes_memory = applied + 1 < self._first_measured
-        if applied >= self._first_measured:
+        self._recorder.notes_memory = num_applied + 1 < self._first_measured
+        if num_applied >= self._first_measured:
             self._steps.append(marks)
             if len(self._steps) >= self._next_check:
                 self._check()
@@ -125,9 +125,9 @@ class Measurement:
         if self.outcome is not None or not self._spec.measures:
             return
         self._steps = [*self._early, *self._steps]
-        fewest = -int(self._ranks.maximum([-float(len(self._steps))])[0])
-        if fewest >= self._next_check:
-            self._steps = self._steps[-fewest:]
+        count = -int(self._ranks.maximum([-float(len(self._steps))])[0])
+        if count >= self._next_check:
+            self._steps = self._steps[-count:]
             self._warn(NOT_WARM.format(steps=fmt.count(self.steps_seen, "optimizer step")))
             self._check(is_last=True)
 
@@ -135,71 +135,71 @@ class Measurement:
         self._warnings[text] = None
 
     def _take_skipped(self) -> None:
-        self._skipped += 1
-        if self._skipped > MAX_SKIPPED_STEPS:
+        self._skips += 1
+        if self._skips > MAX_SKIPPED_STEPS:
             raise Diverged(
-                f"{self._skipped} optimizer steps were skipped, because gradients overflowed in "
+                f"{self._skips} optimizer steps were skipped, because gradients overflowed in "
                 "fp16. Train in bf16, or check the data and the learning rate"
             )
-        if self._skipped % CHECK_SKIPPED_EVERY == 0:
+        if self._skips % CHECK_SKIPPED_EVERY == 0:
             self._recorder.losses.read(self._ranks.mean)
 
     # -- number of steps
 
-    def _plan_warm_up(self, marks: StepMarks, applied: int) -> None:
+    def _plan_warm_up(self, marks: StepMarks, num_applied: int) -> None:
         last_ms = self._recorder.clock.ms(marks.begin, marks.end)
-        own = [float(self._missing_warm_up(marks, applied, last_ms)), last_ms]
-        more, slowest_ms = self._ranks.maximum(own)
+        values = [float(self._missing_warm_up(marks, num_applied, last_ms)), last_ms]
+        more, slowest_ms = self._ranks.maximum(values)
         if more:
-            self._first_measured = applied + 1 + int(more)
-        self._next_check = self._affordable(self._next_check, slowest_ms / 1e3)
+            self._first_measured = num_applied + 1 + int(more)
+        self._next_check = self._limit_steps(self._next_check, slowest_ms / 1e3)
         self._early = deque(maxlen=self._next_check)
         self._recorder.restart()
 
-    def _missing_warm_up(self, marks: StepMarks, applied: int, last_ms: float) -> int:
+    def _missing_warm_up(self, marks: StepMarks, num_applied: int, last_ms: float) -> int:
         """Return the remaining steps until data loaders, DeepCompile and the device are steady."""
-        prepared = loaders.batches_in_store
-        in_store = math.ceil(prepared / max(1, marks.micro_steps))
+        batches = loaders.batches_in_store
+        store_steps = math.ceil(batches / max(1, marks.micro_steps))
         used_up = int(LONGEST_STORE_S * 1e3 / max(last_ms, 1e-3))
-        if in_store > used_up:
-            self._warn(STORE_NOT_USED_UP.format(batches=prepared))
-            in_store = used_up
+        if store_steps > used_up:
+            self._warn(STORE_NOT_USED_UP.format(batches=batches))
+            store_steps = used_up
         missing_ms = 0.0
         if self._recorder.is_asynchronous:
             run_ms = self._recorder.clock.ms(self._began, marks.end)
             missing_ms = self._spec.options.warm_up_s * 1e3 - run_ms
-        unsteady = max(in_store + 1 if in_store else 0, compiling.steps_until_planned())
-        steps = max(unsteady - applied, missing_ms / max(last_ms, 1e-3))
+        unsteady = max(store_steps + 1 if store_steps else 0, compiling.steps_until_planned())
+        steps = max(unsteady - num_applied, missing_ms / max(last_ms, 1e-3))
         return min(max(0, math.ceil(steps)), MAX_EXTRA_STEPS)
 
-    def _affordable(self, wanted: int, step_s: float) -> int:
+    def _limit_steps(self, steps: int, step_s: float) -> int:
         """Return how many of the wanted steps the time limit allows, at least one.
 
         The minimum number of steps may take three times the limit, since one or two steps give no
         confidence interval.
         """
         longest_s = self._spec.longest_s
-        if longest_s is None or wanted * step_s <= longest_s:
-            return max(wanted, 1)
-        fewest = min(wanted, self._fewest, int(FEWEST_MAY_TAKE * longest_s / step_s))
-        return max(int(longest_s / step_s), fewest, 1)
+        if longest_s is None or steps * step_s <= longest_s:
+            return max(steps, 1)
+        minimum = min(steps, self._min_steps, int(FEWEST_MAY_TAKE * longest_s / step_s))
+        return max(int(longest_s / step_s), minimum, 1)
 
     def _next_check_after(self, usable: int, measured_s: float, metrics: Metrics) -> int | None:
         """Return the total number of steps before the next check; None if there are enough."""
-        seen, step_s = len(self._steps), measured_s / usable
-        most = self._affordable(self._spec.options.max_steps, step_s)
-        limit = most + MAX_EXTRA_STEPS
+        num_seen, step_s = len(self._steps), measured_s / usable
+        affordable = self._limit_steps(self._spec.options.max_steps, step_s)
+        limit = affordable + MAX_EXTRA_STEPS
         missing_s = 0.0
         if self._recorder.is_asynchronous and self._spec.measures:
             missing_s = self._spec.options.measured_s - measured_s
-        missing = min(math.ceil(missing_s / max(step_s, 1e-6)), limit - seen)
-        enough = metrics.ci95 <= CI_TARGET or usable >= most or self._is_beaten(metrics)
-        if (enough and missing <= 0) or seen >= limit:
+        num_missing = min(math.ceil(missing_s / max(step_s, 1e-6)), limit - num_seen)
+        enough = metrics.ci95 <= CI_TARGET or usable >= affordable or self._is_beaten(metrics)
+        if (enough and num_missing <= 0) or num_seen >= limit:
             return None
         ci95 = math.inf if usable < 3 else metrics.ci95
-        wanted = max(steps_wanted(usable, ci95, most), usable + missing)
+        target = max(steps_wanted(usable, ci95, affordable), usable + num_missing)
         # Unusable steps are replaced.
-        return min(limit, seen + max(1, wanted - usable))
+        return min(limit, num_seen + max(1, target - usable))
 
     def _is_beaten(self, metrics: Metrics) -> bool:
         """Return whether even the better end of the interval is worse than the best so far."""
@@ -214,25 +214,25 @@ class Measurement:
     def _check(self, *, is_last: bool = False) -> None:
         """Agree with the other ranks on the measured steps, and decide whether they are enough."""
         spec, marks = self._spec, self._steps
-        full = self._recorder.counter.check(self._ranks)
-        if full is None:
+        samples = self._recorder.counter.check(self._ranks)
+        if samples is None:
             marks = [
-                replace(each, calls=[replace(call, rows=None) for call in each.calls])
-                for each in marks
+                replace(step, calls=[replace(call, rows=None) for call in step.calls])
+                for step in marks
             ]
         else:
-            spec = replace(spec, micro_batch=full)
-        agreed = agree(marks, self._ranks, self._recorder.clock, spec)
-        if not all(each.calls for each in marks):
+            spec = replace(spec, micro_batch=samples)
+        steps = agree(marks, self._ranks, self._recorder.clock, spec)
+        if not all(step.calls for step in marks):
             self._warn(UNSEEN)
         # With data of unknown length, a Trainer may take more micro batches after an epoch.
-        fewest = min(each.micro_steps for each in marks) / spec.gas
-        if fewest > 1:
+        factor = min(step.micro_steps for step in marks) / spec.gas
+        if factor > 1:
             advice = OWN_BOUNDARY if self._recorder.has_own_boundary else STEP_ALWAYS
-            self._warn(OWN_ACCUMULATION.format(k=f"{fewest:g}", advice=advice))
+            self._warn(OWN_ACCUMULATION.format(k=f"{factor:g}", advice=advice))
         self._recorder.losses.read(self._ranks.mean)
-        usable = self._usable(agreed, is_last=is_last)
-        next_check: int | None = 2 * len(agreed)
+        usable = self._select_steps(steps, is_last=is_last)
+        next_check: int | None = 2 * len(steps)
         if usable:
             self._check_accumulation(usable)
             times = times_of(usable)
@@ -245,27 +245,27 @@ class Measurement:
             self._next_check = next_check
             self._recorder.restart()  # the time of the check belongs to no step
 
-    def _check_accumulation(self, full: list[AgreedStep]) -> None:
+    def _check_accumulation(self, steps: list[AgreedStep]) -> None:
         """Raise `InvalidTrial` if the script's accumulation ignores the configuration."""
-        gas, own = self._spec.gas, self._spec.own_steps
-        taken = usual_micro_steps(full)
-        if own is not None and taken and gas != own.gas and taken == own.micro_steps:
+        gas, user = self._spec.gas, self._spec.own_steps
+        micro_steps = usual_micro_steps(steps)
+        if user is not None and micro_steps and gas != user.gas and micro_steps == user.micro_steps:
             raise InvalidTrial(
                 CONSTANT_ACCUMULATION.format(
-                    taken=fmt.count(taken, "micro batch"), gas=gas, own=own.gas
+                    taken=fmt.count(micro_steps, "micro batch"), gas=gas, own=user.gas
                 )
             )
 
-    def _usable(self, agreed: list[AgreedStep], *, is_last: bool) -> list[AgreedStep]:
+    def _select_steps(self, steps: list[AgreedStep], *, is_last: bool) -> list[AgreedStep]:
         """Return the full steps to use, if possible only those without compilation.
 
         Return an empty list to wait for further steps.
         """
         spec = self._spec
-        full = [step for step in agreed if not step.is_short]
+        full = [step for step in steps if not step.is_short]
         if not full:
             raise InvalidTrial(
-                f"none of {fmt.count(len(agreed), 'optimizer step')} was full: an epoch of the "
+                f"none of {fmt.count(len(steps), 'optimizer step')} was full: an epoch of the "
                 f"data has fewer than {fmt.count(spec.gas, 'micro batch')} of "
                 f"{fmt.count(spec.micro_batch, 'sample')}, or the script accumulates a constant "
                 "number of them. Give the script more data, drop the last batch of an epoch "
@@ -273,39 +273,39 @@ class Measurement:
                 smaller_may_run=True,
                 most_samples=self._most_samples(),
             )
-        if len(full) < len(agreed):
+        if len(full) < len(steps):
             self._warn(SHORT_BATCHES)
         full = self._drop_evaluated(full)
-        found = [step for step in full if not step.compiled]
-        if len(found) == len(full):
+        uncompiled = [step for step in full if not step.compiled]
+        if len(uncompiled) == len(full):
             return full
-        most = spec.options.max_steps + MORE_WHILE_COMPILING
-        if not found and not is_last and len(agreed) < most:
+        limit = spec.options.max_steps + MORE_WHILE_COMPILING
+        if not uncompiled and not is_last and len(steps) < limit:
             return []
-        self._warn(COMPILED if found else ALWAYS_COMPILES)
-        return found or full
+        self._warn(COMPILED if uncompiled else ALWAYS_COMPILES)
+        return uncompiled or full
 
     def _drop_evaluated(self, steps: list[AgreedStep]) -> list[AgreedStep]:
         """Leave out steps with an evaluation if they are rare; else they are part of training."""
-        found = [step for step in steps if not step.evaluated]
-        if len(found) == len(steps) or (len(steps) - len(found)) * RAREST > len(steps):
+        rest = [step for step in steps if not step.evaluated]
+        if len(rest) == len(steps) or (len(steps) - len(rest)) * RAREST > len(steps):
             return steps
         self._warn(EVALUATED)
-        return found
+        return rest
 
     def _metrics(self, steps: Sequence[AgreedStep], times: StepTimes) -> Metrics:
         spec = self._spec
-        kept = [step for i, step in enumerate(steps) if i not in times.accidents]
-        count, taken_s = len(kept), times.mean * len(kept) / 1e3
+        regular = [step for i, step in enumerate(steps) if i not in times.accidents]
+        count, taken_s = len(regular), times.mean * len(regular) / 1e3
         groups = spec.parallelism.data(spec.slots)  # each has samples of its own
-        throughput = sum(step.samples for step in kept) * groups / taken_s
+        throughput = sum(step.samples for step in regular) * groups / taken_s
         # Slots of a tensor-parallel group see the same tokens; slots that share a sequence do not.
         readers = spec.slots / spec.parallelism.tensor
-        tokens_per_second = sum(step.tokens for step in kept) * readers / taken_s
-        counted = self._recorder.profiler.flops_per_sample
-        flops = counted if spec.profile else spec.flops_per_sample
+        tokens_per_second = sum(step.tokens for step in regular) * readers / taken_s
+        measured_flops = self._recorder.profiler.flops_per_sample
+        flops = measured_flops if spec.profile else spec.flops_per_sample
         phases = {
-            phase: sum(step.ms[1 + k] for step in kept) / count for k, phase in enumerate(PHASES)
+            phase: sum(step.ms[1 + k] for step in regular) / count for k, phase in enumerate(PHASES)
         }
         return Metrics(
             throughput=throughput,
@@ -317,7 +317,7 @@ class Measurement:
             accidents=len(times.accidents),
             lost_to_accidents=times.lost,
             tokens_per_second=None if math.isnan(tokens_per_second) else tokens_per_second,
-            data=sum(step.data_ms for step in kept) / count,
+            data=sum(step.data_ms for step in regular) / count,
         )
 
     def _outcome(
@@ -330,25 +330,25 @@ class Measurement:
             evaluated=sum(step.evaluated for step in steps) / len(steps),
             tokens_error=tokens_error(steps),
         )
-        fed = self._recorder.counter.warning
-        others = [*([fed] if fed else []), *([HOST_ACCIDENTS] if accidents else [])]
-        warnings = [*self._warnings, *others]
-        observed = self._recorder.observed(self._ranks)
-        observed["training"] = replace(observed["training"], facts=facts)
-        if observed["profile"] is not None and metrics.data < _WAITS * metrics.latency:
-            switches = {n: s for n, s in observed["profile"].switches.items() if n != WORKERS}
-            observed["profile"] = replace(observed["profile"], switches=switches)
+        warning = self._recorder.counter.warning
+        late_warnings = [*([warning] if warning else []), *([HOST_ACCIDENTS] if accidents else [])]
+        warnings = [*self._warnings, *late_warnings]
+        fields = self._recorder.observed(self._ranks)
+        fields["training"] = replace(fields["training"], facts=facts)
+        if fields["profile"] is not None and metrics.data < _WAITS * metrics.latency:
+            switches = {n: s for n, s in fields["profile"].switches.items() if n != WORKERS}
+            fields["profile"] = replace(fields["profile"], switches=switches)
         return Outcome(
             OutcomeKind.OK,
             metrics=metrics,
             warnings=tuple(warnings),
             step_ms=tuple(round(step.ms[0], 4) for step in steps),
             most_samples=self._most_samples(),
-            **observed,
+            **fields,
         )
 
     def _most_samples(self) -> int | None:
         """Return the largest micro batch with a full step in each epoch; None if unknown."""
         gas = self._spec.gas
-        of_epoch, _ = loaders.samples(self._spec.micro_batch, self.steps_seen * gas)
-        return None if of_epoch is None else max(1, of_epoch // gas)
+        epoch_samples, _ = loaders.samples(self._spec.micro_batch, self.steps_seen * gas)
+        return None if epoch_samples is None else max(1, epoch_samples // gas)

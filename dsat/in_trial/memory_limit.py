@@ -32,17 +32,17 @@ def limit_memory(budget_bytes: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
         for _, option, value in _MALLOC:
             ctypes.CDLL(None).mallopt(option, value)
-    limit, most = limit_data(budget_bytes + _SLACK_BYTES)
+    limit, hard_limit = limit_data(budget_bytes + _SLACK_BYTES)
     MemoryWatch.counts_data = True
 
     # The compilers that DeepSpeed starts for its operators would inherit the limit.
     @contextlib.contextmanager
     def unlimited() -> Iterator[None]:
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+        resource.setrlimit(resource.RLIMIT_DATA, (hard_limit, hard_limit))
         try:
             yield
         finally:
-            resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, hard_limit))
 
     TRIAL.calls.around_compilation = unlimited
 
@@ -57,8 +57,8 @@ def limit_to_host() -> None:
 
 def limit_data(more_bytes: int) -> tuple[int, int]:
     """Limit the growth of the data segment; return its soft and hard limits in bytes."""
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
     limit = ProcessMemory.now().data_bytes + more_bytes
-    limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
-    return limit, most
+    limit = limit if hard_limit == resource.RLIM_INFINITY else min(limit, hard_limit)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard_limit))
+    return limit, hard_limit

@@ -86,10 +86,10 @@ class Meter:
         self.warnings: dict[str, None] = {}
         self.has_trainable_engine = False
         self._on_complete = on_complete
-        self._before = ProcessMemory.now()
-        self._inside: set[str] = set()  # running phases of the measured engine
+        self._memory_before = ProcessMemory.now()
+        self._phases: set[str] = set()  # running phases of the measured engine
         self._engine: Any = None  # the measured engine
-        self._failed: Outcome | None = None  # ends the trial even if the script catches it
+        self._failure: Outcome | None = None  # ends the trial even if the script catches it
         self._is_ended = False
         self._engine_text = ""  # part of a message: the engine whose steps count, if several train
         self._other_steps = 0  # of other engines since the last call of the measured one
@@ -107,7 +107,7 @@ class Meter:
     def outcome(self) -> Outcome | None:
         """Failure that ended the measurement, or else the result so far; None if neither exists."""
         measured = None if self._measurement is None else self._measurement.outcome
-        return measured if self._failed is None else self._failed
+        return measured if self._failure is None else self._failure
 
     @property
     def losses(self) -> LossWatch | None:
@@ -119,24 +119,25 @@ class Meter:
         if not self.has_trainable_engine:
             return InvalidTrial(NO_ENGINE)
         spec = self.spec
-        _, fed = loaders.samples(spec.micro_batch, self.steps_seen * spec.gas)
-        most = fed // max(1, spec.options.end_step * spec.gas)
+        _, samples = loaders.samples(spec.micro_batch, self.steps_seen * spec.gas)
+        micro_batch = samples // max(1, spec.options.end_step * spec.gas)
         advice = RESUMED.format(failures.resumed[-1]) if failures.resumed else ""
-        seen = count(self.steps_seen, "optimizer step") + self._engine_text
+        steps = count(self.steps_seen, "optimizer step") + self._engine_text
         return InvalidTrial(
-            f"the script ended after {seen}, but dsat measures up to step {spec.options.end_step}: "
-            f"{advice}give the script more data, or lower --end-profile-step",
+            f"the script ended after {steps}, but dsat measures up to step "
+            f"{spec.options.end_step}: {advice}give the script more data, or lower "
+            "--end-profile-step",
             smaller_may_run=self.steps_seen > 0 or not failures.resumed,
-            most_samples=most if 0 < most < spec.micro_batch else None,
+            most_samples=micro_batch if 0 < micro_batch < spec.micro_batch else None,
         )
 
     def finish(self) -> Outcome:
         """Return the outcome of a script that ended by itself; a collective call."""
         try:
-            if self._measurement is not None and self._failed is None:
+            if self._measurement is not None and self._failure is None:
                 self._measurement.finish()
         except DsatError as error:
-            self._failed = failures.outcome(error)
+            self._failure = failures.outcome(error)
         except RuntimeError as error:  # the script has already ended its process group
             print(f"dsat: nothing more can be measured: {error}", file=sys.stderr)
         return self.outcome or failures.outcome(self.shortfall)
@@ -146,11 +147,11 @@ class Meter:
 
         Running out of memory with the user's micro batch says nothing about the trial's own.
         """
-        found = failures.outcome(error)
-        if self._engine is None or not found.kind.is_out_of_memory:
-            return found
+        outcome = failures.outcome(error)
+        if self._engine is None or not outcome.kind.is_out_of_memory:
+            return outcome
         refusal = self._recorder.counter.refuse_own()
-        return found if refusal is None else failures.outcome(refusal)
+        return outcome if refusal is None else failures.outcome(refusal)
 
     def watch(self, engine: Any) -> None:
         """Wrap the methods of an engine with an optimizer; the first that trains is measured.
@@ -176,7 +177,9 @@ class Meter:
         start = max(first_step, spec.options.start_step)
         end = max(start, spec.options.end_step)
         self.spec = replace(spec, options=replace(spec.options, start_step=start, end_step=end))
-        self._recorder = StepRecorder(engine, self.spec, before=self._before, take=self._take)
+        self._recorder = StepRecorder(
+            engine, self.spec, memory_before=self._memory_before, take=self._take
+        )
         self._engine = engine
         self._recorder.follow_evaluations()
         ranks = Ranks(engine)
@@ -185,23 +188,23 @@ class Meter:
 
     def call(self, name: str, call: Call) -> Any:
         """Call an engine's method for a phase; record it if the engine is measured."""
-        if name in self._inside:
+        if name in self._phases:
             return call.proceed()
         if self._is_ended:
             os._exit(0)  # the script has caught `TrialComplete`
-        if self._failed is not None:  # the script has caught the failure, and continues
-            self._end(self._failed)
+        if self._failure is not None:  # the script has caught the failure, and continues
+            self._end(self._failure)
         try:
-            return self._recorded(name, call)
+            return self._record_call(name, call)
         except Exception as error:
             trains = self._engine is call.owner and (name != "forward" or is_training(call.owner))
-            found = self.describe(error)
+            outcome = self.describe(error)
             # The script may handle memory that runs out elsewhere (an evaluation, another engine).
-            if isinstance(error, DsatError) or (trains and found.kind is not OutcomeKind.ERROR):
-                self._failed = found
+            if isinstance(error, DsatError) or (trains and outcome.kind is not OutcomeKind.ERROR):
+                self._failure = outcome
             raise
 
-    def _recorded(self, name: str, call: Call) -> Any:
+    def _record_call(self, name: str, call: Call) -> Any:
         engine = call.owner
         if self._engine is None and (name != "forward" or is_training(engine)):
             self.attach(engine, first_step=1 if name == "forward" else 2)
@@ -218,19 +221,19 @@ class Meter:
             with self._recorder.losses.ignored():
                 return call.proceed()
         self._other_steps = 0
-        self._inside.add(name)
+        self._phases.add(name)
         try:
             return getattr(self._recorder, name)(call)
         finally:
-            self._inside.discard(name)
+            self._phases.discard(name)
 
     def _count_other_step(self) -> None:
         """Count a step of another engine; raise InvalidTrial if the measured one has stopped."""
         self._other_steps += 1
         if self._other_steps > _TIMES_AS_LONG * self.spec.options.end_step * self.spec.gas:
-            seen = count(self.steps_seen, "optimizer step")
+            steps = count(self.steps_seen, "optimizer step")
             raise InvalidTrial(
-                f"the script's first engine stopped after {seen}, and another engine trains on. "
+                f"the script's first engine stopped after {steps}, and another engine trains on. "
                 "dsat measures the first: change the command so that it skips this short training"
             )
 

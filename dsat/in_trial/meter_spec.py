@@ -55,18 +55,18 @@ class MeterSpec(KnownBefore, Recorded):
             host_slots=host_slots,
             profile=trial.profiles,
             measures=measures,
-            **{each.name: getattr(trial, each.name) for each in fields(KnownBefore)},
+            **{field.name: getattr(trial, field.name) for field in fields(KnownBefore)},
         )
 
     def complete_from(self, engine: Any) -> MeterSpec:
         """Return the specification, with the engine's own values if `slots` is 0."""
         if self.slots:
             return self
-        own = engine.train_micro_batch_size_per_gpu()
+        micro_batch = engine.train_micro_batch_size_per_gpu()
         return replace(
             self,
-            options=replace(self.options, own_micro_batch=own),
-            micro_batch=own,
+            options=replace(self.options, own_micro_batch=micro_batch),
+            micro_batch=micro_batch,
             gas=engine.gradient_accumulation_steps(),
             stage=engine.zero_optimization_stage(),
             slots=int(engine.world_size),
@@ -76,8 +76,8 @@ class MeterSpec(KnownBefore, Recorded):
     @property
     def longest(self) -> int:
         """Number of optimizer steps that the training loop must allow."""
-        first, most = self.options.start_step, self.options.max_steps
-        return first - 1 + most + MAX_SKIPPED_STEPS + 2 * MAX_EXTRA_STEPS
+        first, max_steps = self.options.start_step, self.options.max_steps
+        return first - 1 + max_steps + MAX_SKIPPED_STEPS + 2 * MAX_EXTRA_STEPS
 
 
 def parallelism_of(engine: Any) -> Parallelism:

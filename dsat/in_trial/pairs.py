@@ -25,18 +25,18 @@ def compares_samples(loss: Any, micro_batch: int, ranks: int) -> bool:
     n rows, or 2n for two views. It has as many columns as rows, twice as many (hard negatives), or
     either number for each rank (samples of other ranks).
     """
-    waiting = deque([getattr(loss, "grad_fn", None)])
-    known: set[Any] = set()
+    queue = deque([getattr(loss, "grad_fn", None)])
+    visited: set[Any] = set()
     rows = {number * micro_batch for number in (1, 2, ranks, 2 * ranks)}
-    while waiting and micro_batch > 1 and len(known) < _MOST_NODES:
-        node = waiting.popleft()
-        if node is None or node in known:
+    while queue and micro_batch > 1 and len(visited) < _MOST_NODES:
+        node = queue.popleft()
+        if node is None or node in visited:
             continue
-        known.add(node)
+        visited.add(node)
         size = _size_of_pairs(node)
         if size is not None and size[0] in rows and size[1] / size[0] in {1, 2, ranks, 2 * ranks}:
             return True
-        waiting.extend(function for function, _ in node.next_functions)
+        queue.extend(function for function, _ in node.next_functions)
     return False
 
 
@@ -45,7 +45,7 @@ def _size_of_pairs(node: Any) -> tuple[int, int] | None:
     name, operands = node.name(), node.next_functions
     if not name.startswith(("MmBackward", "BmmBackward", *_DISTANCES, *_BY_ELEMENT)):
         return None
-    if len(operands) != 2 or any(each is None or _is_parameter(each) for each, _ in operands):
+    if len(operands) != 2 or any(op is None or _is_parameter(op) for op, _ in operands):
         return None
     try:
         if name.startswith("Mm"):
@@ -53,7 +53,7 @@ def _size_of_pairs(node: Any) -> tuple[int, int] | None:
         if name.startswith("Bmm"):
             first, second = node._saved_self.shape, node._saved_mat2.shape
             return (int(first[1]), int(second[2])) if first[0] == 1 else None  # one product
-        first, second = (_shape_before_expansion(*each) for each in operands)
+        first, second = (_shape_before_expansion(*op) for op in operands)
     except (RuntimeError, AttributeError):  # the graph has released them, or an older torch
         return None
     if name.startswith(_DISTANCES):
@@ -67,15 +67,15 @@ def _size_of_pairs(node: Any) -> tuple[int, int] | None:
 def _shape_before_expansion(node: Any, index: int) -> tuple[int, ...]:
     """Return the shape of a node's output, before any expansion along pairs."""
     shape = tuple(map(int, node._input_metadata[index].shape))
-    found = shape
+    source_shape = shape
     for _ in range(_MOST_NORMALIZED):  # a cosine divides by norms after the expansion
-        if 1 in found[:2] or not node.next_functions or node.next_functions[0][0] is None:
+        if 1 in source_shape[:2] or not node.next_functions or node.next_functions[0][0] is None:
             break
         node, index = node.next_functions[0]
-        found = tuple(map(int, node._input_metadata[index].shape))
-        if len(found) != len(shape):
+        source_shape = tuple(map(int, node._input_metadata[index].shape))
+        if len(source_shape) != len(shape):
             return shape
-    return found if 1 in found[:2] else shape
+    return source_shape if 1 in source_shape[:2] else shape
 
 
 def _is_parameter(node: Any) -> bool:

@@ -29,10 +29,10 @@ def find(engine: Any) -> str:
     """Return the coarsest precision of an engine's training so far: one of `PRECISIONS`."""
     import torch
 
-    found = {*_entered, *(_name_dtype(p.dtype) for p in engine.module.parameters())}
+    precisions = {*_entered, *(_name_dtype(p.dtype) for p in engine.module.parameters())}
     if torch.device(engine.device).type == "cuda" and _allows_tf32(engine.module.modules()):
-        found.add("fp16")  # TF32 has as many mantissa bits
-    return max(found, key=PRECISIONS.index, default=PRECISIONS[0])
+        precisions.add("fp16")  # TF32 has as many mantissa bits
+    return max(precisions, key=PRECISIONS.index, default=PRECISIONS[0])
 
 
 def _name_dtype(dtype: Any) -> str:

@@ -40,7 +40,7 @@ class ModelProfiler:
         self._spec = spec
         self._flops: Any = None
         self._counting = False
-        self._done = not spec.profile
+        self._is_done = not spec.profile
         self._storages: dict[int, int] = {}
         self._hooks: Any = None
         self.flops_per_sample = 0.0
@@ -48,7 +48,7 @@ class ModelProfiler:
     def enter_forward(self) -> None:
         import torch
 
-        if self._done or self._counting:
+        if self._is_done or self._counting:
             return
         self._counting, self._flops = True, _count_flops()
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
@@ -62,11 +62,11 @@ class ModelProfiler:
 
     def finish_micro_steps(self, count: int) -> None:
         """End the count of FLOPs after `count` micro steps: several if the script accumulates."""
-        if self._counting and not self._done:
+        if self._counting and not self._is_done:
             self._flops.__exit__(None, None, None)
-            of_slot = self._flops.get_total_flops() / (self._spec.micro_batch * count)
-            self.flops_per_sample = of_slot * self._spec.parallelism.shared
-        self._counting, self._done = False, self._done or self._counting
+            slot_flops = self._flops.get_total_flops() / (self._spec.micro_batch * count)
+            self.flops_per_sample = slot_flops * self._spec.parallelism.shared
+        self._counting, self._is_done = False, self._is_done or self._counting
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Record a tensor that autograd keeps for the backward pass, unless it is a parameter."""
@@ -84,7 +84,7 @@ class ModelProfiler:
         if not self._spec.profile:
             return None
         accelerator = get_accelerator()
-        of_host = _part_of_host(local_size())
+        host_bytes = _part_of_host(local_size())
         storages = [0, *self._storages.values()]
         parameters = list(self._engine.module.parameters())
         sizes = [self._whole_size(parameter) for parameter in parameters]
@@ -100,7 +100,7 @@ class ModelProfiler:
             fed_instead=counter.fed_instead,
             switches={} if TRIAL.trainer is None else dict(TRIAL.trainer.switches.found),
             slot_memory_bytes=self._slot_memory(accelerator),
-            host_memory_bytes=0 if accelerator.is_synchronized_device() else of_host,
+            host_memory_bytes=0 if accelerator.is_synchronized_device() else host_bytes,
             device_name=device_name(accelerator),
             parallelism=self._spec.parallelism,
             attention_heads=attention_heads(self._engine.module),
@@ -116,10 +116,10 @@ class ModelProfiler:
 
     def _slot_memory(self, accelerator: Any) -> int:
         if accelerator.is_synchronized_device():
-            has = _part_of_host(max(1, self._spec.host_slots))
+            total_bytes = _part_of_host(max(1, self._spec.host_slots))
         else:
-            has = int(accelerator.total_memory())
-        return min(has, self._spec.options.slot_memory_bytes or has)
+            total_bytes = int(accelerator.total_memory())
+        return min(total_bytes, self._spec.options.slot_memory_bytes or total_bytes)
 
 
 def _storages_of(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
@@ -159,11 +159,11 @@ def hidden_size(module: Any) -> int | None:
     If the model has several, this is the largest (`trainer_config_finalize` in
     integrations/deepspeed.py).
     """
-    own: Any = getattr(module, "config", None)
-    for config in (own, getattr(own, "text_config", None)):
+    top_config: Any = getattr(module, "config", None)
+    for config in (top_config, getattr(top_config, "text_config", None)):
         size = getattr(config, "hidden_size", None) or getattr(config, "hidden_sizes", None)
         sizes = size if isinstance(size, (list, tuple)) else [size]
-        if size and all(isinstance(each, int) for each in sizes):
+        if size and all(isinstance(n, int) for n in sizes):
             return int(max(sizes))
     return None
 
@@ -192,8 +192,8 @@ def _part_of_host(sharers: int) -> int:
     """Return the bytes of this process's resident set plus its share of available host memory."""
     import psutil
 
-    own = psutil.Process().memory_info().rss
-    return int(host_limits.available_bytes() / sharers + own)
+    rss_bytes = psutil.Process().memory_info().rss
+    return int(host_limits.available_bytes() / sharers + rss_bytes)
 
 
 def _count_flops() -> Any:

@@ -107,7 +107,7 @@ class Rank:
         self._pid = os.getpid() if is_rank else None
         self._has_engine = False
         self._is_complete = False
-        self._known, self._env = set(sys.modules), dict(os.environ)
+        self._known_modules, self._env = set(sys.modules), dict(os.environ)
         self._server: server.SimulationServer | None = None
         if self._spec.simulation_folder is not None:
             self._server = server.SimulationServer(Path(self._spec.simulation_folder))
@@ -142,12 +142,12 @@ class Rank:
             install.adapt_models()
         elif spec.meter is not None and spec.threads is not None and not spec.own:
             limit_to_host()
-        what = "your command" if spec.is_command else "your script"
-        activity = f"{what} runs, up to its first optimizer step"
+        program = "your command" if spec.is_command else "your script"
+        activity = f"{program} runs, up to its first optimizer step"
         if spec.program.module.startswith("dsat."):  # with --model
             activity = "building the model on fake tensors, to count parameters and activations"
         TRIAL.progress.set_activity(activity)
-        self._known, self._env = set(sys.modules), dict(os.environ)
+        self._known_modules, self._env = set(sys.modules), dict(os.environ)
 
     def _adapt_libraries(self) -> None:
         """Install the meter, and apply the trial's settings to the script's libraries."""
@@ -185,15 +185,15 @@ class Rank:
         if isinstance(error, SystemExit) and error.code in (None, 0):
             self.finish()
             return
-        found = self._outcome_of(error)
-        if found.kind is OutcomeKind.ERROR:
-            found = replace(found, batch_flag=self._find_unchanged_flag())
+        outcome = self._outcome_of(error)
+        if outcome.kind is OutcomeKind.ERROR:
+            outcome = replace(outcome, batch_flag=self._find_unchanged_flag())
         if self._server is not None:
-            found = replace(found, message=self._server.failed(error) or found.message)
+            outcome = replace(outcome, message=self._server.failed(error) or outcome.message)
         if self.is_rank:
-            self._end(replace(found, before_engine=not self._has_begun()))
+            self._end(replace(outcome, before_engine=not self._has_begun()))
         elif self._pid is None and not self._may_be_helper() and not _is_of_signal(error):
-            self._end(replace(found, before_engine=True))
+            self._end(replace(outcome, before_engine=True))
 
     def finish(self) -> None:
         """Report the measurement or the failure of a rank whose script ended by itself."""
@@ -223,18 +223,18 @@ class Rank:
             return describe(error)
         if error.__context__ is not None:
             return describe(error.__context__)
-        refused = None if self._meter is None else self._meter.outcome
-        if refused is not None and not refused.ok:
-            return refused
+        outcome = None if self._meter is None else self._meter.outcome
+        if outcome is not None and not outcome.ok:
+            return outcome
         return exits.outcome_of_exit(error)
 
     def _find_unchanged_flag(self) -> str:
         """Return a flag that still has the user's micro batch, not the trial's; empty if none."""
         spec = self._spec.meter
-        own = None if spec is None else spec.options.own_micro_batch
-        if spec is None or own in (None, spec.micro_batch):
+        own_micro_batch = None if spec is None else spec.options.own_micro_batch
+        if spec is None or own_micro_batch in (None, spec.micro_batch):
             return ""
-        return find_batch_flag(sys.argv[1:], own, TRIAL.script_options)
+        return find_batch_flag(sys.argv[1:], own_micro_batch, TRIAL.script_options)
 
     def _find_accumulation_flag(self, outcome: Outcome) -> str:
         """Return the flag that trials must set to change accumulation; empty if there is none.
@@ -246,11 +246,11 @@ class Rank:
         facts = None if outcome.training is None else outcome.training.facts
         if facts is None or facts.micro_steps != facts.gas or spec.meter is None:
             return ""
-        own = facts.gas if spec.own else spec.meter.options.own_gas
+        own_gas = facts.gas if spec.own else spec.meter.options.own_gas
         has_arguments = any(switch.in_arguments for switch in switches.values())
-        if own is None or has_arguments or BATCH_KEYS[2] in mappings_for(args, {}):
+        if own_gas is None or has_arguments or BATCH_KEYS[2] in mappings_for(args, {}):
             return ""
-        return find_accumulation_flag(args, own, TRIAL.script_options)
+        return find_accumulation_flag(args, own_gas, TRIAL.script_options)
 
     @property
     def is_rank(self) -> bool:
@@ -312,7 +312,7 @@ class Rank:
         number, _ = rank_and_size()
         write_outcome(self._folder, number, outcome)
         if outcome.ok and number == 0:
-            names = _find_libraries(self._known, self._env)
+            names = _find_libraries(self._known_modules, self._env)
             write_atomically(self._folder / MODULES_FILE, json.dumps(names))
 
     def _end(self, outcome: Outcome) -> None:
@@ -341,10 +341,10 @@ def _is_of_signal(error: BaseException) -> bool:
 
 
 def _adapt_to_machine(spec: RankSpec) -> RankSpec:
-    given = os.environ.get("OMP_NUM_THREADS", "")
+    threads = os.environ.get("OMP_NUM_THREADS", "")
     if not spec.own:
-        is_given = not spec.threads and given.isdigit()  # torch may have read it in the parent
-        return replace(spec, threads=int(given)) if is_given else spec
+        is_given = not spec.threads and threads.isdigit()  # torch may have read it in the parent
+        return replace(spec, threads=int(threads)) if is_given else spec
     from deepspeed.accelerator import get_accelerator
 
     on_cpu = get_accelerator().is_synchronized_device()
@@ -364,23 +364,23 @@ def _limit(budget_bytes: int) -> None:
     limit_memory(budget_bytes)
 
 
-def _find_libraries(known: set[str], before: Mapping[str, str]) -> list[str]:
+def _find_libraries(known_modules: set[str], env: Mapping[str, str]) -> list[str]:
     """Return the names of modules that the script imported from installed packages, in order.
 
     Later trials import them early. Names of packages would not be enough: some import most of their
     modules only when used. Return an empty list if the script set environment variables,
     since these may have to be set before the imports.
     """
-    changed = {key for key, value in os.environ.items() if before.get(key) != value}
-    if any(not key.startswith(_SET_BY_LIBRARIES) for key in changed):
+    changes = {key for key, value in os.environ.items() if env.get(key) != value}
+    if any(not key.startswith(_SET_BY_LIBRARIES) for key in changes):
         return []
-    found = []
+    libraries = []
     for name, module in list(sys.modules.items()):
-        if name in known or name == "__main__":
+        if name in known_modules or name == "__main__":
             continue
         if "site-packages" in str(getattr(module, "__file__", "") or ""):
-            found.append(name)
-    return found
+            libraries.append(name)
+    return libraries
 
 
 def _flush() -> bool:

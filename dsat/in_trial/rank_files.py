@@ -154,12 +154,12 @@ class Progress:
     @contextlib.contextmanager
     def during(self, text: str) -> Iterator[None]:
         """Set another activity for the duration of a context."""
-        before = self.activity
+        previous = self.activity
         self.set_activity(text)
         try:
             yield
         finally:
-            self.set_activity(before)
+            self.set_activity(previous)
 
     def count(self, steps: int) -> None:
         """Write the number of optimizer steps, in a few microseconds; clear the activity first."""

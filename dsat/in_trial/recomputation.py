@@ -23,39 +23,39 @@ _SUPPORTED = ("supports_gradient_checkpointing", "_supports_gradient_checkpointi
 _IS_ON = ("is_activation_checkpointing", "is_gradient_checkpointing")
 
 
-def switch(model: Any, wanted: bool | str) -> bool:
+def switch(model: Any, value: bool | str) -> bool:
     """Turn activation checkpointing on or off; return False if the model has no method for it."""
-    inside: set[int] = set()
-    for module, (enable, disable, off) in _switchable(model):
-        if id(module) in inside:  # set together with the module that contains it
+    part_ids: set[int] = set()
+    for module, (enable, disable, off_args) in _find_switches(model):
+        if id(module) in part_ids:  # set together with the module that contains it
             continue
-        inside.update(id(part) for part in module.modules())
-        if wanted is False:
-            getattr(module, disable)(**off)
+        part_ids.update(id(part) for part in module.modules())
+        if value is False:
+            getattr(module, disable)(**off_args)
         else:
-            getattr(module, enable)(**_options(enable, wanted))
+            getattr(module, enable)(**_options(enable, value))
             _keep_gradients_flowing(module)
-    return bool(inside)
+    return bool(part_ids)
 
 
 def is_on(model: Any) -> bool | None:
     """Return whether a model recomputes activations; None if unknown."""
-    for module, _ in _switchable(model):
+    for module, _ in _find_switches(model):
         values = (getattr(module, name, None) for name in _IS_ON)  # the old name warns
         return next((value for value in values if isinstance(value, bool)), None)
     return None
 
 
-def _options(enable: str, wanted: bool | str) -> dict[str, Any]:
-    if isinstance(wanted, bool):
+def _options(enable: str, value: bool | str) -> dict[str, Any]:
+    if isinstance(value, bool):
         return {}
-    options = checkpointing(wanted)
+    options = checkpointing(value)
     if "use_reentrant" in options:
         return {f"{enable.removesuffix('_enable')}_kwargs": options}
     return options
 
 
-def _switchable(model: Any) -> Iterator[tuple[Any, tuple[str, str, dict[str, bool]]]]:
+def _find_switches(model: Any) -> Iterator[tuple[Any, tuple[str, str, dict[str, bool]]]]:
     for module in model.modules():  # containers before their parts
         methods = next((m for m in _METHODS if callable(getattr(module, m[0], None))), None)
         if methods is not None and all(getattr(module, name, True) for name in _SUPPORTED):
@@ -68,6 +68,6 @@ def _keep_gradients_flowing(module: Any) -> None:
     Otherwise checkpointed layers pass on no gradient, because no input requires one.
     """
     enable = getattr(module, "enable_input_require_grads", None)
-    frozen = not all(parameter.requires_grad for parameter in module.parameters())
-    if frozen and callable(enable):
+    is_frozen = not all(parameter.requires_grad for parameter in module.parameters())
+    if is_frozen and callable(enable):
         enable()

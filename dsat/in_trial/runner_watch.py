@@ -43,8 +43,8 @@ class RunnerWatch:
         End the experiment if the runner is gone.
         """
         try:
-            found = self.ask("get_GetExperiment", experimentId=self.runner_id)
-            state = "DELETED" if found is None else _name_of(found.experiment.state)
+            answer = self.ask("get_GetExperiment", experimentId=self.runner_id)
+            state = "DELETED" if answer is None else _name_of(answer.experiment.state)
             if state in _GONE:
                 print(
                     f"[dsat] the search runner, experiment {self.runner_id}, is gone "
@@ -71,8 +71,8 @@ class RunnerWatch:
 
     def _is_closed(self) -> bool:
         try:
-            found = self.ask("get_GetTrial", trialId=self.trial_id)
-            return found is None or _name_of(found.trial.state) not in _OPEN
+            answer = self.ask("get_GetTrial", trialId=self.trial_id)
+            return answer is None or _name_of(answer.trial.state) not in _OPEN
         except OSError as error:
             _log.info("the master does not answer (%s)", error)
             return False

@@ -66,10 +66,10 @@ def get_ds_config_from_hparams(
 
 
 def _overrides(hparams: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = hparams.get(OVERWRITE_KEY) or {}
-    if not isinstance(found, Mapping):
-        raise UserInputError(f"must be a mapping, not {found!r}", where=OVERWRITE_KEY)
-    return found
+    overrides = hparams.get(OVERWRITE_KEY) or {}
+    if not isinstance(overrides, Mapping):
+        raise UserInputError(f"must be a mapping, not {overrides!r}", where=OVERWRITE_KEY)
+    return overrides
 
 
 def get_batch_config_from_mbs_gas_and_slots(

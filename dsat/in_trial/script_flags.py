@@ -21,16 +21,16 @@ _LIKE_ACCUMULATION = re.compile(
 )
 
 
-def find_batch_flag(args: Sequence[str], fed: int, options: Mapping[str, Any]) -> str:
+def find_batch_flag(args: Sequence[str], batch_size: int, options: Mapping[str, Any]) -> str:
     """Return the flag that most likely sets the script's batch size; empty if there is none.
 
     Args:
         args: the script's arguments.
-        fed: the batch size, which must be the flag's value.
+        batch_size: must be the flag's value.
         options: flags that the script declares, with their defaults.
     """
-    found = _flags_with(args, fed, options)
-    return min(filter(_may_be_batch, found), key=_unlikeliness, default="")
+    flags = _flags_with(args, batch_size, options)
+    return min(filter(_may_be_batch, flags), key=_unlikeliness, default="")
 
 
 def find_accumulation_flag(args: Sequence[str], gas: int, options: Mapping[str, Any]) -> str:
@@ -38,22 +38,22 @@ def find_accumulation_flag(args: Sequence[str], gas: int, options: Mapping[str, 
 
     If `gas` is 1, only the usual name counts, because many flags have this value.
     """
-    found = _flags_with(args, gas, options)
-    usual = [flag for flag in found if _name(flag) == _ACCUMULATION]
-    like = [flag for flag in found if gas > 1 and _LIKE_ACCUMULATION.match(_name(flag))]
-    return next(iter([*usual, *like]), "")
+    flags = _flags_with(args, gas, options)
+    exact = [flag for flag in flags if _name(flag) == _ACCUMULATION]
+    similar = [flag for flag in flags if gas > 1 and _LIKE_ACCUMULATION.match(_name(flag))]
+    return next(iter([*exact, *similar]), "")
 
 
 def _flags_with(args: Sequence[str], value: int, options: Mapping[str, Any]) -> list[str]:
     """Return flags that have this value in the arguments, then those that have it by default."""
-    given = {}
-    for word, after in zip(args, [*args[1:], ""], strict=False):
+    arguments = {}
+    for word, next_word in zip(args, [*args[1:], ""], strict=False):
         flag, has_value, text = word.partition("=")
         # Hydra's arguments have no dashes: `train.batch_size=4`.
         if has_value or flag.startswith("--") or flag in _SHORT:
-            given[flag] = text if has_value else after
-    values = {**given, **options, **given}
-    return [flag for flag, its in values.items() if str(its) == str(value)]
+            arguments[flag] = text if has_value else next_word
+    values = {**arguments, **options, **arguments}
+    return [flag for flag, flag_value in values.items() if str(flag_value) == str(value)]
 
 
 def _may_be_batch(flag: str) -> bool:

@@ -36,7 +36,7 @@ class ScriptSwitches:
     """Switches of the script that runs in this process.
 
     Args:
-        wanted: the trial's values, by name; names that are not switches are ignored.
+        targets: the trial's values, by name; names that are not switches are ignored.
         overrides: the trial's settings of DeepSpeed.
 
     Attributes:
@@ -44,10 +44,10 @@ class ScriptSwitches:
     """
 
     def __init__(
-        self, wanted: Mapping[str, Any], overrides: Mapping[str, Any], *, on_cpu: bool
+        self, targets: Mapping[str, Any], overrides: Mapping[str, Any], *, on_cpu: bool
     ) -> None:
         self.found: dict[str, ScriptSwitch] = {}
-        self._wanted = {n: value for n, value in wanted.items() if known.is_switch(n)}
+        self._targets = {n: value for n, value in targets.items() if known.is_switch(n)}
         self._on_cpu = on_cpu
         self._deep_compiles = (overrides.get("compile") or {}).get("deepcompile") is True
         self._has_arguments = self._is_on_by_arguments = False
@@ -60,10 +60,10 @@ class ScriptSwitches:
         Call this before transformers checks them. Raises InvalidTrial for a missing field.
         """
         self._has_arguments = True
-        self._is_on_by_arguments = bool(self._wanted.get(CHECKPOINTING, _checkpointing_of(args)))
+        self._is_on_by_arguments = bool(self._targets.get(CHECKPOINTING, _checkpointing_of(args)))
         for name, values in _find_in_arguments(args, config).items():
             self.found[name] = ScriptSwitch(values, in_arguments=True)
-        for name, value in self._wanted.items():
+        for name, value in self._targets.items():
             field = known.field_of(name)
             if name == CHECKPOINTING:
                 _set_checkpointing(args, value)
@@ -81,39 +81,39 @@ class ScriptSwitches:
             InvalidTrial: as in `switch_model`; or a switch needs `TrainingArguments`, which the
                 script does not use; or Ulysses has replaced the attention kernel to switch.
         """
-        model, passed = arguments.get("model"), config_injection.trained_config(arguments)
-        if passed is None or not hasattr(model, "modules"):
+        model, original = arguments.get("model"), config_injection.trained_config(arguments)
+        if original is None or not hasattr(model, "modules"):
             return  # not to be trained, or rejected by DeepSpeed
-        may_flash = not self._on_cpu and data_types(passed.content)[0] in ("bf16", "fp16")
+        may_flash = not self._on_cpu and data_types(original.content)[0] in ("bf16", "fp16")
         for name, values in find_in_model(model, may_flash=may_flash).items():
             self.found.setdefault(name, ScriptSwitch(values))
-        wanted = dict(self._wanted)
+        targets = dict(self._targets)
         # Ulysses has replaced the attention kernel of the model by now.
         if config_injection.shared_sequences(arguments) > 1:
             self.found.pop(ATTENTION, None)
-            if wanted.get(ATTENTION) is not None:
+            if targets.get(ATTENTION) is not None:
                 raise InvalidTrial(
                     "Ulysses needs its own attention kernel, so trials cannot change the kernel"
                 )
         if self._has_arguments:
-            wanted = {n: v for n, v in wanted.items() if n not in (CHECKPOINTING, LIGER)}
+            targets = {n: v for n, v in targets.items() if n not in (CHECKPOINTING, LIGER)}
             if recomputation.is_on(model) and not self._is_on_by_arguments:
                 # The script itself turned checkpointing on, as LLaMA-Factory does.
                 self.found[CHECKPOINTING] = ScriptSwitch((True, False))
-                if self._wanted.get(CHECKPOINTING) is False:
-                    wanted[CHECKPOINTING] = False
+                if self._targets.get(CHECKPOINTING) is False:
+                    targets[CHECKPOINTING] = False
         else:
             self.found.setdefault(COMPILE, ScriptSwitch((False, True)))
-            for name in wanted:  # in the same order on all ranks
+            for name in targets:  # in the same order on all ranks
                 if known.field_of(name) and name not in (CHECKPOINTING, COMPILE, LIGER):
                     raise InvalidTrial(
                         f"{name} is a field of TrainingArguments, which the script does not use"
                     )
-        switch_model(model, wanted)
+        switch_model(model, targets)
 
     def after_engine(self, engine: Any) -> None:
         """Compile the engine's model if the trial needs that, unless it is compiled already."""
-        is_wanted = self._wanted.get(COMPILE) is True and not self._has_arguments
+        is_wanted = self._targets.get(COMPILE) is True and not self._has_arguments
         if (is_wanted or self._deep_compiles) and not engine.is_compiled:
             engine.compile()
 
@@ -127,17 +127,17 @@ def cores_of_this_rank() -> int:
 
 def _find_in_arguments(args: Any, config: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Return the possible values of each switch in `TrainingArguments`, the script's first."""
-    own = _checkpointing_of(args)
-    others: list[Any] = [not own]
+    value = _checkpointing_of(args)
+    other_values: list[Any] = [not value]
     # Trainers whose field has the newer name support `every_n_layers`. But TRL's Trainers turn
     # checkpointing off to score and generate, then on without this option (trl/models/utils.py).
-    of_trl = any(each.__module__.startswith("trl.") for each in type(args).__mro__)
-    if hasattr(args, known.NEWER_CHECKPOINTING) and not of_trl:
-        others.append(known.EVERY_SECOND)
+    is_trl = any(base.__module__.startswith("trl.") for base in type(args).__mro__)
+    if hasattr(args, known.NEWER_CHECKPOINTING) and not is_trl:
+        other_values.append(known.EVERY_SECOND)
     workers = int(args.dataloader_num_workers)
     cores_of_a_rank = cores_of_this_rank()
     values: dict[str, tuple[Any, ...]] = {
-        CHECKPOINTING: (own, *others),
+        CHECKPOINTING: (value, *other_values),
         WORKERS: (workers, *(n for n in _WORKERS if n <= max(2, cores_of_a_rank))),
     }
     names = ["dataloader_pin_memory", COMPILE]
@@ -151,8 +151,8 @@ def _find_in_arguments(args: Any, config: Mapping[str, Any]) -> dict[str, tuple[
     for name in names:
         if hasattr(args, name):
             values[name] = (_text(getattr(args, name)), *SWITCHES[name].values)
-    distinct = {name: tuple(dict.fromkeys(its)) for name, its in values.items()}
-    return {name: its for name, its in distinct.items() if len(its) > 1}
+    distinct = {name: tuple(dict.fromkeys(options)) for name, options in values.items()}
+    return {name: options for name, options in distinct.items() if len(options) > 1}
 
 
 def find_in_model(model: Any, *, may_flash: bool) -> dict[str, tuple[Any, ...]]:
@@ -160,36 +160,36 @@ def find_in_model(model: Any, *, may_flash: bool) -> dict[str, tuple[Any, ...]]:
 
     `may_flash`: whether the device and the precision allow flash attention.
     """
-    found: dict[str, tuple[Any, ...]] = {}
-    own = recomputation.is_on(model)
-    if own is not None:
-        found[CHECKPOINTING] = (own, not own)
+    values: dict[str, tuple[Any, ...]] = {}
+    is_on = recomputation.is_on(model)
+    if is_on is not None:
+        values[CHECKPOINTING] = (is_on, not is_on)
     part = _find_attention_part(model)
     kernel = None if part is None else part.config._attn_implementation
     if isinstance(kernel, str):
-        others = [
+        kernels = [
             name
             for name, attribute, package in _ATTENTION
             if getattr(part, attribute or "config", None)
             and (not package or (may_flash and importlib.util.find_spec(package) is not None))
         ]
-        found[ATTENTION] = tuple(dict.fromkeys((kernel, *others)))
-    return found
+        values[ATTENTION] = tuple(dict.fromkeys((kernel, *kernels)))
+    return values
 
 
-def switch_model(model: Any, wanted: Mapping[str, Any]) -> None:
+def switch_model(model: Any, targets: Mapping[str, Any]) -> None:
     """Set switches of a model: gradient checkpointing, Liger's kernels, the attention kernel.
 
     Raises:
         InvalidTrial: the model lacks a switch or a kernel, or Liger cannot be imported.
     """
-    if wanted.get(CHECKPOINTING) is not None and not recomputation.switch(
-        model, wanted[CHECKPOINTING]
+    if targets.get(CHECKPOINTING) is not None and not recomputation.switch(
+        model, targets[CHECKPOINTING]
     ):
         raise InvalidTrial("the model has no known switch for gradient checkpointing")
-    if wanted.get(LIGER):
+    if targets.get(LIGER):
         _use_liger(model)
-    kernel = wanted.get(ATTENTION)
+    kernel = targets.get(ATTENTION)
     if kernel is None:
         return
     part = _find_attention_part(model)
@@ -231,9 +231,10 @@ def _set_checkpointing(args: Any, value: Any) -> None:
     setattr(args, name, value is not False)
     if isinstance(value, str):
         names = (f"{name}_kwargs", f"{CHECKPOINTING}_kwargs")
-        own: Any = next(filter(None, (getattr(args, each, None) for each in names)), {})
-        own = json.loads(own) if isinstance(own, str) else own  # from the command line, unparsed
-        setattr(args, f"{name}_kwargs", {**own, **known.checkpointing(value)})
+        options: Any = next(filter(None, (getattr(args, field, None) for field in names)), {})
+        if isinstance(options, str):  # from the command line, unparsed
+            options = json.loads(options)
+        setattr(args, f"{name}_kwargs", {**options, **known.checkpointing(value)})
 
 
 def _text(value: Any) -> Any:

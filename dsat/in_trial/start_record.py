@@ -35,20 +35,20 @@ def install(folder: Path, start: Mapping[str, Any], *, waits: bool) -> None:
         waits: whether the process then waits until it is killed, instead of training.
     """
     records = folder / RECORDS_FOLDER
-    written: list[Path] = []
+    paths: list[Path] = []
 
     def record(arguments: Mapping[str, Any]) -> None:
-        passed = config_injection.trained_config(arguments)
-        if written or passed is None:
+        original = config_injection.trained_config(arguments)
+        if paths or original is None:
             return
-        config = passed.content
+        config = original.content
         if config_injection.accelerate_makes_engines():  # it computes the total itself
             config = {key: value for key, value in config.items() if key != "train_batch_size"}
         if (shared := config_injection.shared_sequences(arguments)) > 1:
             config = {**config, SEQUENCE_SIZE: shared}
         content = _describe_process(folder, start, config)
         path = records / f"{RECORD_PREFIX}{os.getpid()}.json"
-        written.append(path)
+        paths.append(path)
         write_atomically(path, json.dumps(content))
         while waits:
             signal.pause()
@@ -63,8 +63,8 @@ def _describe_process(
     """Return the fields of a `RankStart` (`dsat.command.recorded_start`)."""
     rank, size = rank_and_size()
     # A script may choose its devices itself, before it imports torch.
-    chosen = {name: os.environ[name] for name in VISIBLE if name in os.environ}
-    changed = chosen.items() - start["env"].items()
+    devices = {name: os.environ[name] for name in VISIBLE if name in os.environ}
+    changes = devices.items() - start["env"].items()
     record = {
         "rank": rank,
         "size": size,
@@ -78,7 +78,7 @@ def _describe_process(
         "cwd": start["cwd"],
         "cores": start["cores"],
         "env": drop_hook(folder, start["env"], start["cwd"]),
-        "env_later": dict(changed),
+        "env_later": dict(changes),
         "env_above": _devices_above(),
     }
     try:
@@ -95,25 +95,25 @@ def _devices_above() -> dict[str, str]:
     """
     import psutil
 
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     with contextlib.suppress(psutil.Error):
         for process in psutil.Process().parents():
             env = process.environ()
-            found = {name: env[name] for name in VISIBLE if name in env} | found
-    return found
+            variables = {name: env[name] for name in VISIBLE if name in env} | variables
+    return variables
 
 
 def drop_hook(folder: Path, env: Mapping[str, str], cwd: str) -> dict[str, str]:
     """Return variables whose `PYTHONPATH` has only absolute entries and none of dsat's folders."""
-    found = dict(env)
-    entries = found.pop("PYTHONPATH", "").split(os.pathsep)
+    variables = dict(env)
+    entries = variables.pop("PYTHONPATH", "").split(os.pathsep)
     paths = [Path(cwd, entry) for entry in entries if entry]
-    kept = [str(path) for path in paths if path.parent.resolve() != folder.resolve()]
-    return {**found, "PYTHONPATH": os.pathsep.join(kept)} if kept else found
+    folders = [str(path) for path in paths if path.parent.resolve() != folder.resolve()]
+    return {**variables, "PYTHONPATH": os.pathsep.join(folders)} if folders else variables
 
 
 def _drop_infinities(value: Any) -> Any:
     """Drop infinities in dicts, such as accelerate's `steps_per_print`: JSON cannot hold them."""
     if isinstance(value, dict):
         return {key: _drop_infinities(v) for key, v in value.items() if v not in _INFINITIES}
-    return [_drop_infinities(each) for each in value] if isinstance(value, (list, tuple)) else value
+    return [_drop_infinities(part) for part in value] if isinstance(value, (list, tuple)) else value

@@ -53,8 +53,8 @@ class StepMarks:
         A script may call the model twice for one loss (pairs), or compute two losses from one call.
         It may bypass the engine's `forward` or `backward`, but hardly both.
         """
-        seen = [n for n in (len(self.calls), self.losses or len(self.phases["backward"])) if n]
-        return min(seen, default=0)
+        counts = [n for n in (len(self.calls), self.losses or len(self.phases["backward"])) if n]
+        return min(counts, default=0)
 
     def is_full(self, spec: MeterSpec) -> bool:
         """Return whether no micro step or sample is missing; some are at the end of an epoch."""
@@ -66,8 +66,8 @@ class StepMarks:
         """Return the number of samples; a micro batch that cannot be counted counts as full."""
         if not self.calls:
             return float(spec.micro_batch * (self.micro_steps or spec.gas))
-        fed = sum(spec.micro_batch if call.rows is None else call.rows for call in self.calls)
-        return fed * self.micro_steps / len(self.calls)
+        rows = sum(spec.micro_batch if call.rows is None else call.rows for call in self.calls)
+        return rows * self.micro_steps / len(self.calls)
 
     def tokens(self) -> float:
         """Return the tokens of all calls; NaN if unknown for one of them."""
@@ -101,7 +101,7 @@ class StepRecorder:
     """Recorder of the optimizer steps of one engine.
 
     Args:
-        before: memory of the process before the model was built.
+        memory_before: memory of the process before the model was built.
         take: receives the marks of each optimizer step, and whether fp16 skipped it.
 
     Attributes:
@@ -113,7 +113,7 @@ class StepRecorder:
         engine: Any,
         spec: MeterSpec,
         *,
-        before: ProcessMemory,
+        memory_before: ProcessMemory,
         take: Callable[[StepMarks, bool], None],
     ) -> None:
         from deepspeed.accelerator import get_accelerator
@@ -128,7 +128,7 @@ class StepRecorder:
         self.notes_memory = True
         has_events = not accelerator.is_synchronized_device() and accelerator.Event is not None
         self.clock = DeviceClock(accelerator) if has_events else Clock()
-        self.memory = MemoryWatch(accelerator, before)
+        self.memory = MemoryWatch(accelerator, memory_before)
         self.memory.note("init")
         self.losses = LossWatch(engine, spec)
         self.counter = BatchCounter(spec)

@@ -56,10 +56,10 @@ def summarize(values: Sequence[float], may_be_accident: Sequence[bool] | None = 
             waiting for data) would explain a long time; by default True for all.
     """
     accidents = _accidents(values, may_be_accident or [True] * len(values))
-    kept = [value for i, value in enumerate(values) if i not in accidents]
-    mean = sum(kept) / len(kept)
+    regular = [value for i, value in enumerate(values) if i not in accidents]
+    mean = sum(regular) / len(regular)
     extra = sum(values[i] - mean for i in accidents)
-    return StepTimes(mean, relative_ci95(kept), tuple(accidents), extra / sum(kept))
+    return StepTimes(mean, relative_ci95(regular), tuple(accidents), extra / sum(regular))
 
 
 def relative_ci95(values: Sequence[float]) -> float:
@@ -113,19 +113,19 @@ def relative_ci95(values: Sequence[float]) -> float:
     return high / mean
 
 
-def steps_wanted(count: int, ci95: float, most: int) -> int:
-    """Return the total number of steps before the next check: above `count`, up to `most`."""
-    wanted = count + 1 if math.isinf(ci95) else math.ceil(count * (ci95 / CI_TARGET) ** 2)
+def steps_wanted(count: int, ci95: float, limit: int) -> int:
+    """Return the total number of steps before the next check: above `count`, up to `limit`."""
+    target = count + 1 if math.isinf(ci95) else math.ceil(count * (ci95 / CI_TARGET) ** 2)
     # At most double: the first few steps hardly show the spread.
-    return max(count + 1, min(most, wanted, 2 * count))
+    return max(count + 1, min(limit, target, 2 * count))
 
 
-def _accidents(values: Sequence[float], may_be: Sequence[bool]) -> list[int]:
-    """Return positions of far longer steps; none if frequent, or if `may_be` is False for one."""
+def _accidents(values: Sequence[float], may_be_accident: Sequence[bool]) -> list[int]:
+    """Return positions of far longer steps; none if frequent, or if one cannot be an accident."""
     median = statistics.median(values)
     spread = 1.4826 * statistics.median([abs(value - median) for value in values])
     bound = median + max(_FAR * spread, _FAR_AT_LEAST * median)
-    found = [i for i, value in enumerate(values) if value > bound]
-    if len(found) * RAREST > len(values) or not all(may_be[i] for i in found):
+    positions = [i for i, value in enumerate(values) if value > bound]
+    if len(positions) * RAREST > len(values) or not all(may_be_accident[i] for i in positions):
         return []
-    return found
+    return positions

@@ -42,29 +42,29 @@ def observe(
     predicted: Mapping[str, int], micro_batch: int, memory: MemoryUse
 ) -> Observation | None:
     """Compare a trial's memory with the predicted bytes of each phase; None if not measured."""
-    used = {phase: memory.by_phase[phase] for phase in PHASES if phase in memory.by_phase}
+    peaks = {phase: memory.by_phase[phase] for phase in PHASES if phase in memory.by_phase}
     if memory.data_bytes:
         # Only one peak over all phases is recorded: assign it to the phase predicted to need most.
-        used = {max(PHASES, key=lambda phase: predicted[phase]): memory.data_bytes}
+        peaks = {max(PHASES, key=lambda phase: predicted[phase]): memory.data_bytes}
     elif not memory.is_exact:
         # The resident set of this phase includes earlier work, such as reading the data.
-        used.pop("init", None)
-    if not used:
+        peaks.pop("init", None)
+    if not peaks:
         return None
-    phase = max(used, key=lambda phase: used[phase])
-    excess = used[phase] - predicted[phase]
+    phase = max(peaks, key=lambda phase: peaks[phase])
+    excess = peaks[phase] - predicted[phase]
     if not memory.is_exact:
         excess = max(0, excess)
-    return Observation(micro_batch, used[phase], excess, memory.context_bytes, memory.is_exact)
+    return Observation(micro_batch, peaks[phase], excess, memory.context_bytes, memory.is_exact)
 
 
 def asked_bytes(message: str) -> int:
     """Return the bytes of the failed allocation that an error message names; 0 if it names none."""
-    found = re.search(r"tried to allocate ([\d,.]+) ([KMG])iB", message, re.IGNORECASE)
-    if found is None:
+    match = re.search(r"tried to allocate ([\d,.]+) ([KMG])iB", message, re.IGNORECASE)
+    if match is None:
         return 0
-    unit = {"K": 2**10, "M": 2**20, "G": 2**30}[found[2].upper()]
-    return round(float(found[1].replace(",", "")) * unit)
+    unit = {"K": 2**10, "M": 2**20, "G": 2**30}[match[2].upper()]
+    return round(float(match[1].replace(",", "")) * unit)
 
 
 @dataclass(frozen=True)

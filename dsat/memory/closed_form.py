@@ -106,26 +106,26 @@ def lines(
     setup = Setup.of(facts, config, slots)
     facts = setup.facts
     parts = (_stage_0, _stage_1_or_2, _stage_1_or_2, _stage_3)[setup.strategy.stage](setup)
-    held = parts.resident + parts.forward
+    base = parts.resident + parts.forward
     flat = (Line(parts.flat, if_room=True),) if parts.flat else ()
     # Activations that exist while a bucket is reduced are about those during a matrix product.
-    kept = facts.matmul_bytes_per_sample or facts.first_gradient_bytes_per_sample
+    activations = facts.matmul_bytes_per_sample or facts.first_gradient_bytes_per_sample
     is_whole = setup.strategy.stage == 3 and not facts.uses_zero_init
     whole = setup.model_bytes * facts.num_params if is_whole else 0
     return {
         "init": (Line(max(parts.init, whole)), *flat),
         "forward": (
-            Line(held, facts.forward_bytes_per_sample),
-            Line(held + parts.gather + facts.workspace_bytes),
+            Line(base, facts.forward_bytes_per_sample),
+            Line(base + parts.gather + facts.workspace_bytes),
         ),
         "backward": (
-            Line(held, facts.backward_bytes_per_sample),
-            Line(held + facts.matmul_bytes, facts.matmul_bytes_per_sample),
+            Line(base, facts.backward_bytes_per_sample),
+            Line(base + facts.matmul_bytes, facts.matmul_bytes_per_sample),
             Line(
-                held + parts.bucket + facts.workspace_bytes, facts.first_gradient_bytes_per_sample
+                base + parts.bucket + facts.workspace_bytes, facts.first_gradient_bytes_per_sample
             ),
-            Line(held + parts.gradients),
-            Line(held + parts.reduction, kept if parts.reduction else 0.0),
+            Line(base + parts.gradients),
+            Line(base + parts.reduction, activations if parts.reduction else 0.0),
         ),
         "step": (Line(parts.resident + parts.step, facts.held_bytes_per_sample),),
     }
@@ -134,15 +134,15 @@ def lines(
 def _stage_0(s: Setup) -> _Parts:
     total, trained, size = s.facts.num_params, s.facts.trainable_params, s.model_bytes
     flat = min(trained, _ALL_REDUCE_BUCKET)
-    held = size * trained if s.gas > 1 else 0
-    gradients = size * (trained + flat) - held
+    accumulated = size * trained if s.gas > 1 else 0
+    gradients = size * (trained + flat) - accumulated
     if s.model_type == "fp32":  # the model keeps its type; gradients are reduced in fp32
         resident, cast = size * (total + 2 * trained), 4 * flat if size < 4 else 0
         temporary = (2 if s.torch_adam else 1) * size * trained
-        return _Parts(size * total, resident, held, 0, gradients + cast, temporary)
+        return _Parts(size * total, resident, accumulated, 0, gradients + cast, temporary)
     resident = 2 * total + 12 * trained
     init = 2 * total + (24 - 2 if s.torch_adam else 16) * trained
-    return _Parts(init, resident, held, 0, gradients, 10 * trained)
+    return _Parts(init, resident, accumulated, 0, gradients, 10 * trained)
 
 
 def _stage_1_or_2(s: Setup) -> _Parts:
@@ -154,18 +154,20 @@ def _stage_1_or_2(s: Setup) -> _Parts:
         # BF16_Optimizer keeps the gradients of a micro step until the next one's are allocated.
         resident = size * total + 4 * trained + 12 * s.shard
         init = max(size * (total + trained), resident - 8 * s.shard)
-        held = size * trained if s.gas > 1 else 0.0
-        return _Parts(init, resident, held, 0, 2 * size * trained - held, size * trained)
+        accumulated = size * trained if s.gas > 1 else 0.0
+        return _Parts(
+            init, resident, accumulated, 0, 2 * size * trained - accumulated, size * trained
+        )
     # Whole gradients of the parameters that overlap the rank's partition. Gradients of tied
     # parameters exist twice, and a gradient that exceeds the bucket is reduced by itself.
-    own = min(trained, max(s.shard, largest) + 3 * largest if s.slots > 1 else trained)
+    overlap = min(trained, max(s.shard, largest) + 3 * largest if s.slots > 1 else trained)
     copies = (2 * largest if stage == 1 else 0) + (2 * largest if largest > s.bucket else 0)
-    gradients = bucket + size * (own + copies)
+    gradients = bucket + size * (overlap + copies)
     if stage == 1 and s.buckets == 1:
         # Gradients are reduced once all exist. At first only the bucket is added, then also the
         # rank's partition, together with the unfilled rest of the bucket.
-        beside = largest + s.bucket if largest > s.bucket else largest
-        gradients = size * (trained + max(s.bucket, s.shard + beside))
+        extra = largest + s.bucket if largest > s.bucket else largest
+        gradients = size * (trained + max(s.bucket, s.shard + extra))
     flat = size * (total + trained)
     init = size * total + 2 * s.master_bytes * s.shard
     if s.offload_optimizer:
@@ -174,18 +176,18 @@ def _stage_1_or_2(s: Setup) -> _Parts:
             # After their norm is computed in fp64, each bucket's gradients move to the host. On the
             # last rank, activations still exist then.
             flattened = size * min(trained, s.bucket) if s.slots > 1 else 0
-            taken = bucket + max(8 * largest, flattened)
-            reduction = 0.0 if s.reduces_last else taken
-            return _Parts(init, resident, 0, bucket, taken, 0, reduction, flat=flat)
+            temporary = bucket + max(8 * largest, flattened)
+            reduction = 0.0 if s.reduces_last else temporary
+            return _Parts(init, resident, 0, bucket, temporary, 0, reduction, flat=flat)
     else:
         resident = size * total + s.state_bytes * s.shard
     if in_fp32:
         whole = 4.0 * trained if stage == 1 else 0.0
-        held = (whole or 4 * s.shard) if s.gas > 1 else 0.0
+        accumulated = (whole or 4 * s.shard) if s.gas > 1 else 0.0
         cast = size * (min(trained, s.bucket) + 2 * largest)
-        step = max(4 * s.shard + 8 * min(largest, s.shard), held)
-        gradients = bucket + 4 * s.shard + whole + cast - held
-        return _Parts(init, resident, held, bucket, gradients, step, flat=flat)
+        step = max(4 * s.shard + 8 * min(largest, s.shard), accumulated)
+        gradients = bucket + 4 * s.shard + whole + cast - accumulated
+        return _Parts(init, resident, accumulated, bucket, gradients, step, flat=flat)
     step = (2 * size + s.cast_bytes) * s.shard if size == 2 else 8 * s.shard
     if s.shard < 2 * largest and s.slots > 1:
         step += size * largest
@@ -195,21 +197,21 @@ def _stage_1_or_2(s: Setup) -> _Parts:
     if s.reduces_last or (stage == 1 and s.buckets == 1):
         first = 0.0
     if s.gas == 1 or stage == 2:
-        held = size * s.shard if s.gas > 1 else 0.0
+        accumulated = size * s.shard if s.gas > 1 else 0.0
         reduction = bucket + first if first else 0.0
-        return _Parts(init, resident, held, bucket, gradients, step, reduction, flat=flat)
-    held = size * trained + bucket
-    return _Parts(init, resident, held, 0, gradients - held, step, first, flat=flat)
+        return _Parts(init, resident, accumulated, bucket, gradients, step, reduction, flat=flat)
+    accumulated = size * trained + bucket
+    return _Parts(init, resident, accumulated, 0, gradients - accumulated, step, first, flat=flat)
 
 
 def _stage_3(s: Setup) -> _Parts:
     total, trained, size = s.facts.num_params, s.facts.trainable_params, s.model_bytes
     bucket, largest = s.bucket * size, s.facts.largest_param
     copy = 0 if s.offload_param else s.secondary_bytes
-    own = 0 if s.offload_param else size * total / s.slots + copy
+    partition = 0 if s.offload_param else size * total / s.slots + copy
     reduced = size * min(trained, s.bucket)
     # Extra bytes while the largest parameter is partitioned.
-    moved = size * largest * (1 + (1 / s.slots if s.offload_param else 0))
+    extra = size * largest * (1 + (1 / s.slots if s.offload_param else 0))
     gathers = s.slots > 1 or s.offload_param
     # A parameter is gathered whole, whatever the limit.
     live = size * min(total, max(s.live, largest)) if gathers else 0.0
@@ -219,25 +221,25 @@ def _stage_3(s: Setup) -> _Parts:
     if s.offload_optimizer:
         # After the norm of each gradient in fp64, the rank's part of each bucket moves to the host.
         part = largest / s.slots
-        taken = max(reduced, size * largest) + size * part + 8 * min(part, _NORM_BUFFER)
+        temporary = max(reduced, size * largest) + size * part + 8 * min(part, _NORM_BUFFER)
         if s.accumulation_bytes > size:
-            taken += s.accumulation_bytes * min(trained, s.bucket) / s.slots
-        reduction = 0.0 if s.reduces_last else taken
+            temporary += s.accumulation_bytes * min(trained, s.bucket) / s.slots
+        reduction = 0.0 if s.reduces_last else temporary
         if largest > s.bucket:  # the largest is reduced first, when little else is gathered
             reduction -= max(0, live - size * (largest + 2 * s.prefetch))
             if s.slots > 1:  # the whole gradient is freed before the norm of its part
                 reduction -= size * largest
         # Master weights, gradients and both moments that a partial offload leaves on the device.
-        kept = s.master_bytes * sum(s.kept_groups)
-        resident = bucket + own + 4 * kept
-        init = resident - 2 * kept + moved  # moments are allocated in the first step
+        kept_master = s.master_bytes * sum(s.kept_groups)
+        resident = bucket + partition + 4 * kept_master
+        init = resident - 2 * kept_master + extra  # moments are allocated in the first step
         step = s.master_bytes * max(s.kept_groups, default=0.0)
-        gradients = taken if largest <= s.bucket else reduced
+        gradients = temporary if largest <= s.bucket else reduced
         return _Parts(init, resident, live, 0, gradients, step, reduction, gather)
     group = min(s.shard, s.sub_groups.size)
-    resident = own + (s.accumulation_bytes + s.state_bytes) * s.shard + bucket
+    resident = partition + (s.accumulation_bytes + s.state_bytes) * s.shard + bucket
     moments = 2 * s.moment_bytes * s.shard  # allocated in the first step
-    init = max(resident - moments + moved, own + 2 * s.master_bytes * s.shard)
+    init = max(resident - moments + extra, partition + 2 * s.master_bytes * s.shard)
     step = (s.accumulation_bytes + s.cast_bytes) * group if size == 2 else 4 * group
     if s.accumulation_bytes > size:  # gradients are cast as they are reduced, not in the step
         reduced, step = reduced + s.accumulation_bytes * reduced // size, 4 * group

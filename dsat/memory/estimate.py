@@ -35,17 +35,17 @@ def select_memory_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     total, micro, gas = BATCH_KEYS
     left_out = (total, micro, *_WITHOUT_MEMORY)
-    kept = {key: value for key, value in config.items() if key not in left_out}
-    if isinstance(kept.get(gas), int):
-        kept[gas] = min(_MOST_MICRO_STEPS, kept[gas])
-    on_nvme = [
+    selection = {key: value for key, value in config.items() if key not in left_out}
+    if isinstance(selection.get(gas), int):
+        selection[gas] = min(_MOST_MICRO_STEPS, selection[gas])
+    nvme_sections = [
         name for name, device in read_strategy(config, 3).offloading.items() if device == NVME
     ]
-    if on_nvme:
-        zero = kept["zero_optimization"]
-        on_host = {name: {**zero[name], "device": CPU} for name in on_nvme}
-        kept["zero_optimization"] = {**zero, **on_host}
-    return kept
+    if nvme_sections:
+        zero = selection["zero_optimization"]
+        host_sections = {name: {**zero[name], "device": CPU} for name in nvme_sections}
+        selection["zero_optimization"] = {**zero, **host_sections}
+    return selection
 
 
 @dataclass(frozen=True)

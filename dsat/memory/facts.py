@@ -64,9 +64,9 @@ class ModelFacts:
         Two activations are added: the input and output of the current operator, or their gradients.
         At the peak, they have the size of the largest activation, usually the logits.
         """
-        of_slot = profile.activation_bytes_per_sample
-        of_slot += 2 * profile.largest_activation_bytes_per_sample
-        slope = of_slot / profile.parallelism.activations_kept
+        slot_bytes = profile.activation_bytes_per_sample
+        slot_bytes += 2 * profile.largest_activation_bytes_per_sample
+        slope = slot_bytes / profile.parallelism.activations_kept
         return cls(
             num_params=profile.num_params,
             trainable_params=profile.trainable_params,
@@ -88,15 +88,15 @@ class ModelFacts:
         if shared == DATA_ONLY:
             return self
 
-        def of_slot(size: int) -> int:
-            kept = min(size, self.kept_params)  # an upper bound if parts are frozen
-            return kept + (size - kept) // shared.tensor
+        def slot_share(size: int) -> int:
+            whole = min(size, self.kept_params)  # an upper bound if parts are frozen
+            return whole + (size - whole) // shared.tensor
 
         return replace(
             self.scaled(shared.activations_kept),
-            num_params=of_slot(self.num_params),
-            trainable_params=of_slot(self.trainable_params),
-            largest_param=of_slot(self.largest_param),
+            num_params=slot_share(self.num_params),
+            trainable_params=slot_share(self.trainable_params),
+            largest_param=slot_share(self.largest_param),
             usual_param=self.usual_param // shared.tensor,
         )
 
@@ -205,10 +205,10 @@ class Setup:
         A sub-group ends with the parameter that fills it, so it exceeds the configured size by up
         to the size of that parameter.
         """
-        beyond = self.facts.usual_param / self.slots
-        mean = self.sub_groups.size + beyond / 2
+        excess = self.facts.usual_param / self.slots
+        mean = self.sub_groups.size + excess / 2
         count = int(self.shard // mean) if mean else 0
-        groups = [self.sub_groups.size + beyond * (n + 0.5) / count for n in range(count)]
+        groups = [self.sub_groups.size + excess * (n + 0.5) / count for n in range(count)]
         rest = self.shard - sum(groups)
         return [*groups, rest] if rest > 0 else groups
 
@@ -218,8 +218,8 @@ class Setup:
 
         See `_create_fp32_partitions` in runtime/zero/stage3.py, 0.19.8.
         """
-        of_stage_3 = self.strategy.stage == 3 and self.strategy.offload_optimizer == CPU
-        if not of_stage_3 or self.sub_groups.ratio == 1:
+        is_partial = self.strategy.stage == 3 and self.strategy.offload_optimizer == CPU
+        if not is_partial or self.sub_groups.ratio == 1:
             return []
         groups = self.groups
         return groups[: int((1 - self.sub_groups.ratio) * len(groups))]

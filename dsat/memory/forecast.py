@@ -45,26 +45,26 @@ class Forecast:
         With a fixed global batch, the largest micro batches may need no accumulation, and so no
         memory for accumulated gradients. Without simulations, `FARTHEST` limits the result.
         """
-        of_most, of_least = self._shapes_of(settings)
-        found = self.model.largest(of_most)
-        if of_least is not None:
-            sizes, alone = self._space.micro_batches, self.model.largest(of_least)
-            reached = sizes[max(0, bisect.bisect_right(sizes, alone) - 1)]
-            least = self._space.batch(sizes[-1], settings).gas
-            if self._space.batch(reached, settings).gas == least:
-                found = max(found, alone)
+        max_gas_shape, min_gas_shape = self._shapes_of(settings)
+        largest = self.model.largest(max_gas_shape)
+        if min_gas_shape is not None:
+            sizes, alone = self._space.micro_batches, self.model.largest(min_gas_shape)
+            nearest = sizes[max(0, bisect.bisect_right(sizes, alone) - 1)]
+            min_gas = self._space.batch(sizes[-1], settings).gas
+            if self._space.batch(nearest, settings).gas == min_gas:
+                largest = max(largest, alone)
         if self._ran and not self.model.basis.simulated:
-            return min(found, FARTHEST * max(self._ran.values()))
-        return found
+            return min(largest, FARTHEST * max(self._ran.values()))
+        return largest
 
     def fits(self, settings: Mapping[str, Any], micro_batch: int) -> bool:
         """Return whether a trial is predicted to fit, so that it may be launched.
 
         With --search-range-factor F above 1, it is enough if 1/F of the micro batch fits.
         """
-        beyond = max(1.0, self._plan.search_options.get("search_range_factor") or 1.0)
+        factor = max(1.0, self._plan.search_options.get("search_range_factor") or 1.0)
         shape = self._shape_of(settings, self._space.batch(micro_batch, settings).gas)
-        return self.model.fits(shape, max(1, math.floor(micro_batch / beyond)))
+        return self.model.fits(shape, max(1, math.floor(micro_batch / factor)))
 
     def describe(self) -> list[str]:
         """Return a line about each strategy's memory; if nothing was simulated, add the reason.
@@ -77,7 +77,7 @@ class Forecast:
             largest = int(self.largest(settings))
             smallest = self._space.micro_batches[0]
             shape, _ = self._shapes_of(settings)
-            needed = self.model.predicted_bytes(shape, smallest)
+            num_bytes = self.model.predicted_bytes(shape, smallest)
             ending = f"fits up to micro batch {largest}" if largest else "does not fit"
             ran = self._ran.get(shape.strategy)
             if ran and not largest:
@@ -88,7 +88,7 @@ class Forecast:
                     f"only {fmt.memory(self.model.host_limit_bytes)} are available"
                 )
             lines.append(
-                f"{branch.strategy.label}: {fmt.memory(needed)} per device at micro batch "
+                f"{branch.strategy.label}: {fmt.memory(num_bytes)} per device at micro batch "
                 f"{smallest}, {ending} (by {METHODS[shape.source]})"
             )
         note = self.model.basis.note
@@ -117,14 +117,16 @@ class Forecast:
         The second is None if all micro batches need the same number of steps.
         """
         key = repr(settings)  # cached, as each decision of a search needs thousands of shapes
-        found = self._shapes.get(key)
-        if found is None:
+        shapes = self._shapes.get(key)
+        if shapes is None:
             sizes = self._space.micro_batches
-            most, least = (self._space.batch(size, settings).gas for size in (sizes[0], sizes[-1]))
-            of_most = self._shape_of(settings, most)
-            of_least = None if most == least else self._shape_of(settings, least)
-            found = self._shapes[key] = of_most, of_least
-        return found
+            max_gas, min_gas = (
+                self._space.batch(size, settings).gas for size in (sizes[0], sizes[-1])
+            )
+            max_gas_shape = self._shape_of(settings, max_gas)
+            min_gas_shape = None if max_gas == min_gas else self._shape_of(settings, min_gas)
+            shapes = self._shapes[key] = max_gas_shape, min_gas_shape
+        return shapes
 
     def _shape_of(self, settings: Mapping[str, Any], gas: int) -> Shape:
         shared = self._plan.parallelism(settings)

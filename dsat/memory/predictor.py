@@ -97,8 +97,8 @@ class Basis(Recorded):
     def corrections(self, slots: int) -> list[_Corrections]:
         """Return the corrections of the formulas for a number of slots, one for each variant."""
         if slots not in self._known_corrections:
-            found = [_corrections(variant, slots) for variant in self.variants]
-            self._known_corrections[slots] = found
+            corrections = [_corrections(variant, slots) for variant in self.variants]
+            self._known_corrections[slots] = corrections
         return self._known_corrections[slots]
 
     @property
@@ -132,11 +132,11 @@ class Shape:
             for lines in self.phases.values()
             for line in lines
         }
-        found: list[Line] = []
+        upper: list[Line] = []
         for fixed, per_sample, per_pair in sorted(lines, reverse=True):
-            if not found or per_sample > found[-1].per_sample or per_pair > found[-1].per_pair:
-                found.append(Line(fixed, per_sample, per_pair=per_pair))
-        return found
+            if not upper or per_sample > upper[-1].per_sample or per_pair > upper[-1].per_pair:
+                upper.append(Line(fixed, per_sample, per_pair=per_pair))
+        return upper
 
     def peak(self, phase: str, micro_batch: float) -> float:
         return closed_form.highest(self.phases[phase], micro_batch)
@@ -149,23 +149,25 @@ _OF_PAIRS = {name: f"{name}, of pairs" for name in PHASES}  # keys of bytes per 
 
 def _corrections(variant: Variant, slots: int) -> _Corrections:
     """Return simulated minus formula bytes, by `_group` and by phase or `_HOST`."""
-    found: dict[str, dict[float, Mapping[str, float]]] = {}
+    by_group: dict[str, dict[float, Mapping[str, float]]] = {}
     divided = {_group(a.config): read_strategy(a.config).stage > 0 for a in variant.anchors}
     first: dict[tuple[str, int], Anchor] = {}
     for anchor in variant.anchors:
-        group, simulated = _group(anchor.config), anchor.slots or slots
-        more = _excess(variant.facts, anchor, simulated)
-        before = first.setdefault((group, simulated), anchor)
-        if before.micro_batch > anchor.micro_batch:
-            large = _excess(variant.facts, before, simulated)
-            for name, of_pairs in _OF_PAIRS.items():
-                pairs = before.micro_batch**2 - anchor.micro_batch**2
-                more[of_pairs] = max(0.0, (large[name] - more[name]) / pairs)
-                more[name] -= more[of_pairs] * anchor.micro_batch**2
-        elif before is not anchor:
+        group, num_slots = _group(anchor.config), anchor.slots or slots
+        more = _excess(variant.facts, anchor, num_slots)
+        reference = first.setdefault((group, num_slots), anchor)
+        if reference.micro_batch > anchor.micro_batch:
+            large = _excess(variant.facts, reference, num_slots)
+            for name, pair_name in _OF_PAIRS.items():
+                pairs = reference.micro_batch**2 - anchor.micro_batch**2
+                more[pair_name] = max(0.0, (large[name] - more[name]) / pairs)
+                more[name] -= more[pair_name] * anchor.micro_batch**2
+        elif reference is not anchor:
             continue
-        found.setdefault(group, {})[simulated] = more
-    return {group: _between(known, slots, divided[group]) for group, known in found.items()}
+        by_group.setdefault(group, {})[num_slots] = more
+    return {
+        group: _interpolate(by_slots, slots, divided[group]) for group, by_slots in by_group.items()
+    }
 
 
 def _excess(facts: ModelFacts, anchor: Anchor, slots: int) -> dict[str, float]:
@@ -176,30 +178,33 @@ def _excess(facts: ModelFacts, anchor: Anchor, slots: int) -> dict[str, float]:
         - closed_form.highest(formula[name], anchor.micro_batch)
         for name in PHASES
     }
-    by_formula = sum(host.training(facts, anchor.config, slots=slots))
+    host_bytes = sum(host.training(facts, anchor.config, slots=slots))
     # State on NVMe is simulated on the host.
-    on_nvme = NVME in read_strategy(anchor.config).offloading.values()
-    more[_HOST] = anchor.estimate.host - by_formula if by_formula and not on_nvme else 0.0
+    uses_nvme = NVME in read_strategy(anchor.config).offloading.values()
+    more[_HOST] = anchor.estimate.host - host_bytes if host_bytes and not uses_nvme else 0.0
     return {**more, **dict.fromkeys(_OF_PAIRS.values(), 0.0)}
 
 
-def _between(
-    known: Mapping[float, Mapping[str, float]], slots: int, divided: bool
+def _interpolate(
+    corrections: Mapping[float, Mapping[str, float]], slots: int, divided: bool
 ) -> Mapping[str, float]:
     """Interpolate corrections between numbers of slots, linearly in 1 / slots.
 
     Beyond the known numbers, the corrections of the nearest one apply. But if the slots divide the
     state (`divided`), negative corrections, as for a smaller optimizer state, fade to 0.
     """
-    most = {n: max(0.0, more) if divided else more for n, more in known[max(known)].items()}
-    known = {**known, math.inf: most}
-    fewer = max((n for n in known if n <= slots), default=min(known))
-    more = min(n for n in known if n >= slots)
+    largest = {
+        n: max(0.0, more) if divided else more for n, more in corrections[max(corrections)].items()
+    }
+    corrections = {**corrections, math.inf: largest}
+    fewer = max((n for n in corrections if n <= slots), default=min(corrections))
+    more = min(n for n in corrections if n >= slots)
     if fewer >= more:
-        return known[more]
+        return corrections[more]
     part = (1 / fewer - 1 / slots) / (1 / fewer - 1 / more)
     return {
-        name: bytes_ + part * (known[more][name] - bytes_) for name, bytes_ in known[fewer].items()
+        name: bytes_ + part * (corrections[more][name] - bytes_)
+        for name, bytes_ in corrections[fewer].items()
     }
 
 
@@ -210,7 +215,7 @@ def _group(config: Mapping[str, Any]) -> str:
     ).strip()
 
 
-def _with_written_bucket(config: Mapping[str, Any], facts: ModelFacts) -> Mapping[str, Any]:
+def _cap_bucket(config: Mapping[str, Any], facts: ModelFacts) -> Mapping[str, Any]:
     """Return a configuration whose gradient bucket is no larger than the trained parameters.
 
     On a CPU, only pages that a process writes use memory, and a small model writes to little of
@@ -257,17 +262,17 @@ class MemoryModel:
         self._counts_context = counts_context
         self._observations: list[Observation] = []
         self._calibration = Calibration()
-        self._fragmented, self._most_reserved = 1.0, 0
+        self._fragmentation, self._max_reserved = 1.0, 0
         self._bytes_per_pair = 0.0  # of samples, in all strategies
         self._margins: dict[str, float] = {}  # by strategy
         self._least_margin = 1.0
 
     def shape(self, config: Mapping[str, Any], script_args: Mapping[str, Any]) -> Shape:
         """Return the memory of a whole DeepSpeed configuration with switches of the script."""
-        facts, corrections, is_guess = self._known_of(script_args)
+        facts, corrections, is_guess = self._find_facts(script_args)
         strategy = read_strategy(config).name
         if self._counts_context and not self._on_device:
-            config = _with_written_bucket(config, facts)
+            config = _cap_bucket(config, facts)
         phases = closed_form.lines(facts, config, slots=self._slots)
         host_bytes = sum(host.training(facts, config, slots=self._slots))
         more = corrections.get(_group(config))
@@ -304,8 +309,8 @@ class MemoryModel:
             return False
         if shape.is_guess:
             return True
-        needed = self.predicted_bytes(shape, micro_batch)
-        return needed * self._margin(shape.strategy) <= self.limit_bytes
+        num_bytes = self.predicted_bytes(shape, micro_batch)
+        return num_bytes * self._margin(shape.strategy) <= self.limit_bytes
 
     def largest(self, shape: Shape) -> float:
         """Return the largest micro batch that fits, a real number; 0 if none fits."""
@@ -313,7 +318,7 @@ class MemoryModel:
             return 0.0
         room = self.limit_bytes / self._margin(shape.strategy) - self._context_bytes
         fixed, slope = self._calibration.fixed_bytes, self._calibration.bytes_per_sample
-        corrected = (
+        lines = (
             Line(
                 line.fixed + fixed,
                 line.per_sample + slope,
@@ -321,7 +326,7 @@ class MemoryModel:
             )
             for line in shape.highest
         )
-        largest = min(line.largest_within(room) for line in corrected)
+        largest = min(line.largest_within(room) for line in lines)
         return min(largest, float(LARGEST_MICRO_BATCH)) if largest >= 1 else 0.0
 
     def learn(self, shape: Shape, micro_batch: int, outcome: Outcome) -> None:
@@ -334,38 +339,38 @@ class MemoryModel:
             observation = observe(peaks, micro_batch, outcome.memory)
             if observation is not None:
                 self._observations.append(observation)
-                own = self.basis.variants[0]
-                activations = own.facts.backward_bytes_per_sample
-                usual = (_WORKSPACES if own.anchors else _UNSEEN) * activations
-                self._calibration = calibrate(self._observations, usual, -_UNSEEN * activations)
+                variant = self.basis.variants[0]
+                activations = variant.facts.backward_bytes_per_sample
+                slope = (_WORKSPACES if variant.anchors else _UNSEEN) * activations
+                self._calibration = calibrate(self._observations, slope, -_UNSEEN * activations)
         elif outcome.kind is OutcomeKind.OOM and self.fits(shape, micro_batch):
             self._learn_pairs(shape, micro_batch, asked_bytes(outcome.message))
             if not self.fits(shape, micro_batch):
                 return
             # The bytes per pair do not explain the failure, so margins grow.
-            needed = self.predicted_bytes(shape, micro_batch)
+            num_bytes = self.predicted_bytes(shape, micro_batch)
             margin = self._margin(shape.strategy)
-            enough = _BEYOND * self.limit_bytes / max(1, needed)
+            enough = _BEYOND * self.limit_bytes / max(1, num_bytes)
             self._margins[shape.strategy] = max(margin, min(_CAUTION * margin, enough))
             self._least_margin = max(
                 self._least_margin, min(_CAUTION_OF_ALL * self._least_margin, enough)
             )
 
-    def _learn_pairs(self, shape: Shape, micro_batch: int, asked: int) -> None:
+    def _learn_pairs(self, shape: Shape, micro_batch: int, allocation: int) -> None:
         """Derive bytes per pair from a failed allocation, of which a loss usually makes two."""
-        if all(each.micro_batch >= micro_batch for each in self._observations):
+        if all(observation.micro_batch >= micro_batch for observation in self._observations):
             return  # no smaller micro batch ran, so nothing indicates quadratic growth
-        missing = 2 * asked - self.predicted_bytes(shape, micro_batch)
-        self._bytes_per_pair += max(0.0, missing / micro_batch**2)
+        missing_bytes = 2 * allocation - self.predicted_bytes(shape, micro_batch)
+        self._bytes_per_pair += max(0.0, missing_bytes / micro_batch**2)
 
     def _learn_fragmentation(self, memory: MemoryUse) -> None:
         """Set the fragmentation from a trial, unless an earlier one reserved more memory."""
         reserved = max(memory.reserved_bytes.values(), default=0)
         allocated = max(memory.allocated_bytes.values(), default=0)
-        if reserved < max(self._most_reserved, _TELLING_PART * self.limit_bytes) or not allocated:
+        if reserved < max(self._max_reserved, _TELLING_PART * self.limit_bytes) or not allocated:
             return
-        self._most_reserved = reserved
-        self._fragmented = min(_MOST_FRAGMENTED, max(1.0, reserved / allocated))
+        self._max_reserved = reserved
+        self._fragmentation = min(_MOST_FRAGMENTED, max(1.0, reserved / allocated))
 
     @property
     def _context_bytes(self) -> int:
@@ -373,19 +378,22 @@ class MemoryModel:
 
     def _margin(self, strategy: str) -> float:
         is_calibrated = any(observation.is_exact for observation in self._observations)
-        usual = CALIBRATED_MARGIN if is_calibrated else UNCALIBRATED_MARGIN
-        learned = max(self._least_margin, self._margins.get(strategy, 0.0))
-        return max(usual * self._fragmented, learned)
+        base = CALIBRATED_MARGIN if is_calibrated else UNCALIBRATED_MARGIN
+        minimum = max(self._least_margin, self._margins.get(strategy, 0.0))
+        return max(base * self._fragmentation, minimum)
 
-    def _known_of(self, script_args: Mapping[str, Any]) -> tuple[ModelFacts, _Corrections, bool]:
+    def _find_facts(self, script_args: Mapping[str, Any]) -> tuple[ModelFacts, _Corrections, bool]:
         """Return facts and corrections for values of switches, and whether they are a guess."""
-        own = self.basis.variants[0]
-        wanted = {**own.script_args, **{n: v for n, v in script_args.items() if affects_memory(n)}}
+        user = self.basis.variants[0]
+        args = {
+            **user.script_args,
+            **{n: v for n, v in script_args.items() if affects_memory(n)},
+        }
         for variant, corrections in zip(self.basis.variants, self._corrections, strict=True):
-            if dict(variant.script_args) == wanted:
+            if dict(variant.script_args) == args:
                 # Without its own simulations, a variant has the corrections of the user's switches.
                 return variant.facts, corrections or self._corrections[0], False
         factor = 1.0
-        if wanted.get(CHECKPOINTING) != own.script_args.get(CHECKPOINTING):
-            factor = 1 / _RECOMPUTED if wanted.get(CHECKPOINTING) is False else _RECOMPUTED
-        return own.facts.scaled(factor), {}, True
+        if args.get(CHECKPOINTING) != user.script_args.get(CHECKPOINTING):
+            factor = 1 / _RECOMPUTED if args.get(CHECKPOINTING) is False else _RECOMPUTED
+        return user.facts.scaled(factor), {}, True

@@ -27,10 +27,10 @@ def apply_strategy(config: Mapping[str, Any], strategy: Strategy, slots: int) ->
     Tensor and sequence parallelism stay if they divide the slots. The accumulation steps are the
     user's, or follow from the global batch and the micro batch, or else are 1.
     """
-    own = parallelism.read_parallelism(config)
-    shared = DATA_ONLY if slots % own.shared else own
+    user_parallelism = parallelism.read_parallelism(config)
+    shared = DATA_ONLY if slots % user_parallelism.shared else user_parallelism
     settings = {**strategy_settings(strategy, config), "stage": strategy.stage}
-    if shared != own:
+    if shared != user_parallelism:
         settings |= shared.settings
     gas = _accumulation_steps(config, slots, shared)
     merged = ds_config.prepare_for_training(

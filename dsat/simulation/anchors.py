@@ -59,15 +59,15 @@ def simulate_strategies(
         return Basis.of_profile(profile, plan.switches, note=note)
     operation = f"simulating memory of {fmt.count(len(configs), 'configuration')}"
     variants: list[Variant] = []
-    searched = {name: own for name, own in plan.switches.items() if name not in plan.fixed}
-    inverted = [{**plan.switches, name: not own} for name, own in searched.items()]
+    free_switches = {name: value for name, value in plan.switches.items() if name not in plan.fixed}
+    inverted = [{**plan.switches, name: not value} for name, value in free_switches.items()]
     with slow.logged(_log, operation, at_once=True, hint=_FASTER):
         for switches in ({**plan.switches}, *inverted):
             try:
                 with Simulator(
                     engine, as_cpu=as_cpu, script_args=switches, timeout_s=TIMEOUT_S
                 ) as simulator:
-                    own = variant_of(
+                    variant = variant_of(
                         simulator,
                         configs,
                         switches,
@@ -76,7 +76,7 @@ def simulate_strategies(
                         on_device=not as_cpu,
                         say=say,
                     )
-                    variants.append(own)
+                    variants.append(variant)
                     variants += _variants_of_switches(
                         simulator, configs[0], switches, searched_switches(plan, profile.switches)
                     )
@@ -106,24 +106,24 @@ def variant_of(
     facts = simulator.facts(configs[0])
     basis = Basis((Variant(script_args, facts),))
     model = MemoryModel(basis, slots=slots, limit_bytes=limit_bytes, on_device=on_device)
-    most = min(_LARGEST_SIMULATED, MOST_TOKENS // (simulator.script.sequence_length or 1))
+    cap = min(_LARGEST_SIMULATED, MOST_TOKENS // (simulator.script.sequence_length or 1))
     questions = []
     for config in configs:
         largest = model.largest(model.shape(config, script_args))
-        questions.append(Question(config, max(1, int(min(most, largest))), slots))
+        questions.append(Question(config, max(1, int(min(cap, largest))), slots))
     anchors, further = [], []
-    for asked, answer in zip(questions, simulator.estimates(questions), strict=True):
+    for question, answer in zip(questions, simulator.estimates(questions), strict=True):
         if isinstance(answer, str):
-            strategy = read_strategy(asked.config).label
+            strategy = read_strategy(question.config).label
             say(f"{strategy}: not simulated, so predicted by formula: {answer}")
             continue
-        anchors.append(Anchor(asked.config, asked.micro_batch, answer))
-        nearer = int(asked.micro_batch * math.sqrt(limit_bytes / max(1, answer.peak)))
+        anchors.append(Anchor(question.config, question.micro_batch, answer))
+        nearer = int(question.micro_batch * math.sqrt(limit_bytes / max(1, answer.peak)))
         if answer.peak > _FAR * limit_bytes and nearer:
-            further.append(asked._replace(micro_batch=nearer))
-    for asked, answer in zip(further, simulator.estimates(further), strict=True):
+            further.append(question._replace(micro_batch=nearer))
+    for question, answer in zip(further, simulator.estimates(further), strict=True):
         if not isinstance(answer, str):
-            anchors.append(Anchor(asked.config, asked.micro_batch, answer))
+            anchors.append(Anchor(question.config, question.micro_batch, answer))
     return Variant(script_args, facts, tuple(anchors))
 
 
@@ -135,8 +135,8 @@ def _is_plenty(plan: Plan, profile: ModelProfile, configs: Sequence[Mapping[str,
         limit_bytes=profile.slot_memory_bytes,
     )
     largest = min(model.largest(model.shape(config, plan.switches)) for config in configs)
-    most = plan.allowed_micro_batches[-1]
-    return largest > _PLENTY * most and most <= FARTHEST * plan.own_batch.micro_batch
+    maximum = plan.allowed_micro_batches[-1]
+    return largest > _PLENTY * maximum and maximum <= FARTHEST * plan.own_batch.micro_batch
 
 
 def _variants_of_switches(
@@ -151,8 +151,8 @@ def _variants_of_switches(
     """
     names = [name for name in MODEL_SWITCHES if name in values]
     combinations = itertools.product(*(values[name] for name in names))
-    for chosen in itertools.islice(combinations, 1, _MOST_COMBINATIONS):
-        pairs = zip(names, chosen, strict=True)
-        changed = {name: value for name, value in pairs if value != values[name][0]}
+    for combination in itertools.islice(combinations, 1, _MOST_COMBINATIONS):
+        pairs = zip(names, combination, strict=True)
+        changes = {name: value for name, value in pairs if value != values[name][0]}
         with contextlib.suppress(SimulationUnavailable):
-            yield Variant({**script_args, **changed}, simulator.facts(config, changed))
+            yield Variant({**script_args, **changes}, simulator.facts(config, changes))

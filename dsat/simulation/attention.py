@@ -128,44 +128,44 @@ def attention(
     )
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
-    found: torch.Tensor
+    output: torch.Tensor
     if kernel is Kernel.MATH:
-        found, _ = aten._scaled_dot_product_attention_math(
+        output, _ = aten._scaled_dot_product_attention_math(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-        return found
+        return output
     if kernel is Kernel.EFFICIENT:
         bias = _bias(attn_mask, query, key)
-        found, *_ = aten._scaled_dot_product_efficient_attention(
+        output, *_ = aten._scaled_dot_product_efficient_attention(
             query, key, value, bias, True, dropout_p, is_causal, scale=scale
         )
-        return found
+        return output
     if query.device.type == "cpu":
         if enable_gqa:
             groups = query.size(1) // key.size(1)
             key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
-        found, _ = aten._scaled_dot_product_flash_attention_for_cpu(
+        output, _ = aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
         )
-        return found
+        return output
     size = query.size(-1)
-    missing = -size % _FLASH_ALIGNMENT
-    if missing:
+    padding = -size % _FLASH_ALIGNMENT
+    if padding:
         scale = size**-0.5 if scale is None else scale
-        query, key, value = (functional.pad(t, (0, missing)) for t in (query, key, value))
-    found, *_ = aten._scaled_dot_product_flash_attention(
+        query, key, value = (functional.pad(t, (0, padding)) for t in (query, key, value))
+    output, *_ = aten._scaled_dot_product_flash_attention(
         query, key, value, dropout_p, is_causal, False, scale=scale
     )
-    return found[..., :size] if missing else found
+    return output[..., :size] if padding else output
 
 
 def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
     """Return the mask, if any, padded and expanded as the memory-efficient kernel requires."""
     if mask is None:
         return None
-    missing = -mask.size(-1) % _MASK_ALIGNMENT
-    if missing and mask.size(-1) > 1:
-        mask = functional.pad(mask, (0, missing))[..., :-missing]
+    padding = -mask.size(-1) % _MASK_ALIGNMENT
+    if padding and mask.size(-1) > 1:
+        mask = functional.pad(mask, (0, padding))[..., :-padding]
     return mask.expand(*query.shape[:-1], key.size(-2))
 
 
@@ -186,11 +186,11 @@ def _flash_backward(args: Sequence[Any]) -> int:
     """
     gradient, query, key, _, out = args[:5]
     samples, heads, tokens, size = query.shape
-    rows = samples * heads * _up(tokens, 128)
-    rounded = _up(size, 32) if size <= 192 else 256
-    copied = [t for t in (gradient, out) if not t.transpose(1, 2).is_contiguous()]
-    copies = sum(int(t.numel() * t.element_size()) for t in copied)
-    return int(4 * rows * (rounded + 1)) + copies + _shared_heads(query, key)
+    rows = samples * heads * _round_up(tokens, 128)
+    padded_size = _round_up(size, 32) if size <= 192 else 256
+    sources = [t for t in (gradient, out) if not t.transpose(1, 2).is_contiguous()]
+    copies = sum(int(t.numel() * t.element_size()) for t in sources)
+    return int(4 * rows * (padded_size + 1)) + copies + _shared_heads(query, key)
 
 
 def _efficient_forward(args: Sequence[Any]) -> int:
@@ -212,10 +212,10 @@ def _efficient_backward(args: Sequence[Any]) -> int:
     is_half, keys = query.dtype in _HALF, key.size(2)
     rows = 64 if size <= 64 else 128
     columns = 128 if is_half and 64 < size <= 128 else 64
-    sums = _up(tokens, rows) * _up(size, columns)
+    sums = _round_up(tokens, rows) * _round_up(size, columns)
     if is_half and size > rows:  # more than registers hold
         parts = max(1, min(-(-keys // columns), 200 // (samples * heads)))
-        sums += 2 * parts * columns * _up(size, rows)
+        sums += 2 * parts * columns * _round_up(size, rows)
     return int(4 * samples * heads * (sums + tokens)) + _shared_heads(query, key)
 
 
@@ -227,7 +227,7 @@ def _shared_heads(query: torch.Tensor, key: torch.Tensor) -> int:
     return int(2 * samples * heads * key.size(2) * size * key.element_size())
 
 
-def _up(size: int, multiple: int) -> int:
+def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 

@@ -53,7 +53,7 @@ class Autocast:
     def __init__(self, device_type: str) -> None:
         """Register the casts, and redirect CUDA's autocast to the device."""
         self._device_type = device_type
-        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         fallback, aten = Library("_", "IMPL"), Library("aten", "IMPL")  # type: ignore[no-untyped-call]
         self._libraries = fallback, aten  # own the registered kernels
         fallback.fallback(fallthrough_kernel, _KEY)  # type: ignore[no-untyped-call]
@@ -71,19 +71,19 @@ class Autocast:
 
     def _follow_contexts(self) -> None:
         """Make autocast contexts for CUDA, even those that are open, apply to the device."""
-        entered, clear = torch.is_autocast_enabled("cuda"), torch.clear_autocast_cache
-        if entered:
+        is_active, clear = torch.is_autocast_enabled("cuda"), torch.clear_autocast_cache
+        if is_active:
             torch.set_autocast_enabled(self._device_type, True)
             torch.set_autocast_dtype(self._device_type, torch.get_autocast_dtype("cuda"))
         original = torch.autocast.__init__
 
         @functools.wraps(original)
         def initialize(context: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-            named = self._device_type if device_type == "cuda" else device_type
-            original(context, named, *args, **kwargs)
+            target_type = self._device_type if device_type == "cuda" else device_type
+            original(context, target_type, *args, **kwargs)
 
         def clear_cache() -> None:
-            self._kept.clear()
+            self._casts.clear()
             clear()
 
         is_enabled = torch.is_autocast_enabled
@@ -104,11 +104,11 @@ class Autocast:
         return self._run(operator, torch.float32, args, kwargs)
 
     def _full_by_dtype(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
-        given = name_arguments(operator, args, kwargs)
+        arguments = name_arguments(operator, args, kwargs)
         with torch._C._DisableAutocast():
-            if self._is_eligible(args[0]) and given.get("dtype") is None:
-                given["dtype"] = torch.float32
-            return operator(**given)
+            if self._is_eligible(args[0]) and arguments.get("dtype") is None:
+                arguments["dtype"] = torch.float32
+            return operator(**arguments)
 
     def _widest(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype(self._device_type)
@@ -145,9 +145,9 @@ class Autocast:
         )
         if not keeps:
             return value.to(dtype)
-        if id(value) not in self._kept:
-            self._kept[id(value)] = value, value.to(dtype)
-        return self._kept[id(value)][1]
+        if id(value) not in self._casts:
+            self._casts[id(value)] = value, value.to(dtype)
+        return self._casts[id(value)][1]
 
 
 @contextlib.contextmanager
@@ -156,18 +156,18 @@ def outside_of_contexts() -> Iterator[None]:
 
     Autocast stays enabled.
     """
-    entered = torch.autocast_increment_nesting() - 1
-    for _ in range(entered + 1):
+    nesting = torch.autocast_increment_nesting() - 1
+    for _ in range(nesting + 1):
         torch.autocast_decrement_nesting()
     try:
         yield
     finally:
         torch.clear_autocast_cache()
-        for _ in range(entered):
+        for _ in range(nesting):
             torch.autocast_increment_nesting()
 
 
 def _operator(name: str) -> Any:
     packet, _, overload = name.partition(".")
-    found = getattr(torch.ops.aten, packet, None)
-    return getattr(found, overload or "default", None)
+    overloads = getattr(torch.ops.aten, packet, None)
+    return getattr(overloads, overload or "default", None)

@@ -67,25 +67,27 @@ class BorrowedModel:
         self._snapshot = ModuleSnapshot(model)
         self._after_forward: dict[str, Callable[..., Any]] = {}
         self.earlier = weak.WeakTensorKeyDictionary()
-        for each in gc.get_objects():
+        for obj in gc.get_objects():
             # By type: `isinstance` reads attributes of lazily loaded objects.
-            if issubclass(type(each), torch.Tensor):
-                self.earlier[each] = None
+            if issubclass(type(obj), torch.Tensor):
+                self.earlier[obj] = None
 
     def engine_for_the_script(self) -> Any:
         """Call `deepspeed.initialize` for stage 0 with SGD, on fake parameters; return its result.
 
         Afterwards the model has its own tensors again, in the data type that DeepSpeed trains.
         """
-        config = _of_stand_in(self._config)
+        config = _make_stand_in_config(self._config)
         tracker = StorageTracker("cpu")
         with for_fake_cpu(tracker), ValuesMode(), tracker:
             fakes = self._snapshot.put_fakes("cpu")
-            given = self._arguments.get("model_parameters")
-            if given is None:
-                given = getattr(self._arguments.get("optimizer"), "param_groups", None)
-            own = _plain_list(self._snapshot.module.parameters() if given is None else given)
-            trained = [fakes.get(id(parameter), parameter) for parameter in own]
+            source = self._arguments.get("model_parameters")
+            if source is None:
+                source = getattr(self._arguments.get("optimizer"), "param_groups", None)
+            parameters = _plain_list(
+                self._snapshot.module.parameters() if source is None else source
+            )
+            trained = [fakes.get(id(parameter), parameter) for parameter in parameters]
             result = self._initialize(
                 **{
                     **self._arguments,
@@ -97,8 +99,8 @@ class BorrowedModel:
         self._snapshot.put_back(fakes)
         self._engine = result[0]
         accelerator = get_accelerator()
-        on_host = accelerator.device_name() == "cpu"
-        self._engine.device = torch.device("cpu" if on_host else accelerator.device_name(0))
+        is_cpu = accelerator.device_name() == "cpu"
+        self._engine.device = torch.device("cpu" if is_cpu else accelerator.device_name(0))
         return result
 
     def on_first_training_forward(self, serve: Callable[..., Any]) -> None:
@@ -110,7 +112,7 @@ class BorrowedModel:
         engine, original = self._engine, self._engine.forward
         self._after_forward = dict.fromkeys(("backward", "step"), _refuse_without_forward)
         for name in self._after_forward:
-            setattr(engine, name, self._later(name))
+            setattr(engine, name, self._defer(name))
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled() and engine.training:
@@ -119,7 +121,7 @@ class BorrowedModel:
 
         engine.forward = forward
 
-    def _later(self, name: str) -> Callable[..., Any]:
+    def _defer(self, name: str) -> Callable[..., Any]:
         return lambda *args, **kwargs: self._after_forward[name](*args, **kwargs)
 
     def capture(self, args: Any, kwargs: Mapping[str, Any]) -> ScriptFacts:
@@ -165,14 +167,14 @@ class BorrowedModel:
         `amsgrad` or `foreach=False`. `torch_adam` is true for torch's optimizers, unless they are
         fused. For other optimizers, the type is the full name of the class.
         """
-        passed = self._arguments.get("optimizer")
-        if passed is None:
+        optimizer = self._arguments.get("optimizer")
+        if optimizer is None:
             return {}
-        kind, defaults = type(passed), getattr(passed, "defaults", {})
-        usual = not defaults.get("amsgrad") and defaults.get("foreach") is not False
-        of_torch = usual and kind in (torch.optim.Adam, torch.optim.AdamW)
-        if of_torch or kind.__module__.startswith("deepspeed.ops.adam."):
-            several = of_torch and not defaults.get("fused")  # makes temporary copies
+        kind, defaults = type(optimizer), getattr(optimizer, "defaults", {})
+        is_usual = not defaults.get("amsgrad") and defaults.get("foreach") is not False
+        is_torch_adam = is_usual and kind in (torch.optim.Adam, torch.optim.AdamW)
+        if is_torch_adam or kind.__module__.startswith("deepspeed.ops.adam."):
+            several = is_torch_adam and not defaults.get("fused")  # makes temporary copies
             return {"type": "Adam", "params": {"torch_adam": several}}
         return {"type": f"{kind.__module__}.{kind.__qualname__}"}
 
@@ -186,7 +188,7 @@ class BorrowedModel:
         """
         candidate = Question(**{name: request[name] for name in Question._fields})
         if candidate.switches:
-            switch = functools.partial(script_switches.switch_model, wanted=candidate.switches)
+            switch = functools.partial(script_switches.switch_model, targets=candidate.switches)
             self._snapshot.change(switch)
         captured = self._captured
         config = select_memory_settings(ds_config.fill_in_auto(candidate.config, self._config))
@@ -235,9 +237,9 @@ class BorrowedModel:
         if not sizes or any(size % micro_batch == 0 for size in sizes):
             return micro_batch, 0
         rows = [shape[1] for shape in shapes if len(shape) > 1 and shape[0] == 1]
-        packed = [length for length in rows if length % micro_batch == 0]
-        if packed and len(packed) == len(rows):
-            return micro_batch, max(packed)
+        lengths = [length for length in rows if length % micro_batch == 0]
+        if lengths and len(lengths) == len(rows):
+            return micro_batch, max(lengths)
         return max(set(sizes), key=sizes.count), 0
 
 
@@ -257,7 +259,7 @@ def is_quadratic(model: torch.nn.Module) -> bool:
     if any(name.endswith("relative_attention_bias") for name, _ in model.named_modules()):
         return True
     configs = (getattr(module, "config", None) for module in model.modules())
-    with_heads = (each for each in configs if getattr(each, "num_attention_heads", 0))
+    with_heads = (config for config in configs if getattr(config, "num_attention_heads", 0))
     return getattr(next(with_heads, None), "_attn_implementation", None) == "eager"
 
 
@@ -267,13 +269,13 @@ def _refuse_without_forward(*_: Any, **__: Any) -> None:
     )
 
 
-def _of_stand_in(config: Mapping[str, Any]) -> dict[str, Any]:
+def _make_stand_in_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of the stand-in engine: stage 0 and `_BEFORE_STEPS`."""
-    found = {key: config[key] for key in _BEFORE_STEPS if key in config}
+    content = {key: config[key] for key in _BEFORE_STEPS if key in config}
     for key in _PRECISIONS:
-        if isinstance(found.get(key), Mapping):
-            found[key] = {k: v for k, v in found[key].items() if not k.endswith(_OF_STATE)}
-    return {**found, "zero_optimization": {"stage": 0}}
+        if isinstance(content.get(key), Mapping):
+            content[key] = {k: v for k, v in content[key].items() if not k.endswith(_OF_STATE)}
+    return {**content, "zero_optimization": {"stage": 0}}
 
 
 def _plain_list(trained: Any) -> list[torch.Tensor]:

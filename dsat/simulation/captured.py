@@ -55,10 +55,10 @@ class Captured:
         """
         shape = tensor.shape
         length = self.packed_length // self.micro_batch or self.sequence_length or 0
-        wanted = -(-length // candidate.parallelism.sequence)
+        rank_length = -(-length // candidate.parallelism.sequence)
         if self.packed_length:
-            grown = wanted * candidate.micro_batch
-            return [grown if size == self.packed_length else size for size in shape]
+            packed_length = rank_length * candidate.micro_batch
+            return [packed_length if size == self.packed_length else size for size in shape]
         samples, rest = divmod(shape[0], self.micro_batch)
         rest = rest or (samples != 1 and tensor in self.earlier)
         first = shape[0] if rest else samples * candidate.micro_batch
@@ -68,7 +68,7 @@ class Captured:
         sizes = [first, *shape[1:]]
         place = min(1, len(shape) - 1)
         if is_of_tokens and sizes[place] == self.sequence_length:
-            sizes[place] = wanted
+            sizes[place] = rank_length
         return sizes
 
     def numbers_for(self, candidate: Question, outputs: Any) -> dict[int, int]:
@@ -80,17 +80,17 @@ class Captured:
         """
         if not self.follows_config:
             return {}
-        others = {size for tensor in tensors_in(outputs) for size in tensor.shape[1:]}
-        wanted = candidate.micro_batch
-        numbers = {views * self.micro_batch: views * wanted for views in (1, 2)}
-        return {own: new for own, new in numbers.items() if own not in (*others, wanted)}
+        other_sizes = {size for tensor in tensors_in(outputs) for size in tensor.shape[1:]}
+        micro_batch = candidate.micro_batch
+        numbers = {views * self.micro_batch: views * micro_batch for views in (1, 2)}
+        return {old: new for old, new in numbers.items() if old not in (*other_sizes, micro_batch)}
 
 
 def repeated(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """Return a tensor of the batch in another shape, with its values repeated or cut off."""
-    for dim, (own, wanted) in enumerate(zip(tensor.shape, shape, strict=True)):
-        if own != wanted:
-            tensor = tensor.index_select(dim, torch.arange(wanted) % own)
+    for dim, (size, new_size) in enumerate(zip(tensor.shape, shape, strict=True)):
+        if size != new_size:
+            tensor = tensor.index_select(dim, torch.arange(new_size) % size)
     return tensor
 
 
@@ -173,25 +173,28 @@ class ModuleSnapshot:
                 module.__dict__[name] = copy.copy(functions)
 
     def _put(self, tensors: Mapping[int, torch.Tensor]) -> None:
-        for module, kind, name, own in self._places:
-            vars(module)[kind][name] = None if own is None else tensors[id(own)]
+        for module, kind, name, tensor in self._places:
+            vars(module)[kind][name] = None if tensor is None else tensors[id(tensor)]
 
     def sizes(self) -> dict[str, int]:
         """Return the numbers of elements of the parameters, as fields of `ModelFacts`."""
         forms = [form for form in self._forms.values() if form.is_parameter]
         # DeepSpeed's AutoTP (0.19.8) divides linear layers.
-        whole_ones = {
+        undivided_ids = {
             id(t) for module, *_, t in self._places if not isinstance(module, torch.nn.Linear)
         }
-        kept = [form for key, form in self._forms.items() if key in whole_ones]
+        undivided = [form for key, form in self._forms.items() if key in undivided_ids]
         trained = sorted(math.prod(form.shape) for form in forms if form.requires_grad)
-        up_to, whole = zip(trained, itertools.accumulate(trained), strict=True), sum(trained)
+        cumulated, num_trained = (
+            zip(trained, itertools.accumulate(trained), strict=True),
+            sum(trained),
+        )
         return {
             "num_params": sum(math.prod(form.shape) for form in forms),
-            "trainable_params": whole,
+            "trainable_params": num_trained,
             "largest_param": max(trained, default=0),
-            "usual_param": next((size for size, total in up_to if 2 * total >= whole), 0),
-            "kept_params": sum(math.prod(form.shape) for form in kept if form.is_parameter),
+            "usual_param": next((size for size, total in cumulated if 2 * total >= num_trained), 0),
+            "kept_params": sum(math.prod(form.shape) for form in undivided if form.is_parameter),
         }
 
 

@@ -124,8 +124,8 @@ class Simulator:
 
     def estimates(self, questions: Sequence[Question]) -> list[MemoryEstimate | str]:
         """Return the memory of each configuration, or the reason why it cannot be simulated."""
-        found = dict(self.estimate_each(questions))
-        return [found[number] for number in range(len(questions))]
+        estimates = dict(self.estimate_each(questions))
+        return [estimates[number] for number in range(len(questions))]
 
     def estimate_each(
         self, questions: Sequence[Question]
@@ -140,28 +140,28 @@ class Simulator:
         """Yield as `estimate_each` does; add a trace of the first rank's step to each estimate."""
         traced = [question._replace(traced=True) for question in questions]
         for number, answers in self._answers_of_ranks(traced):
-            found = _largest(answers)
-            if isinstance(found, str):
-                yield number, found
+            estimate = _largest(answers)
+            if isinstance(estimate, str):
+                yield number, estimate
             else:
-                yield number, (found, StepTrace.from_json(answers[0]["trace"]))
+                yield number, (estimate, StepTrace.from_json(answers[0]["trace"]))
 
     def _answers_of_ranks(
         self, questions: Sequence[Question]
     ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
         """Yield each question's number and the answers of its `_ranks`, once all have arrived."""
-        asked = [
+        rank_questions = [
             (number, question._replace(rank=rank, traced=question.traced and rank == 0))
             for number, question in enumerate(questions)
             for rank in _ranks(question)
         ]
-        found = defaultdict[int, dict[int, dict[str, Any]]](dict)
-        for place, answer in self._answers([question for _, question in asked]):
-            number, question = asked[place]
-            found[number][question.rank] = answer
+        received = defaultdict[int, dict[int, dict[str, Any]]](dict)
+        for place, answer in self._answers([question for _, question in rank_questions]):
+            number, question = rank_questions[place]
+            received[number][question.rank] = answer
             ranks = _ranks(question)
-            if len(found[number]) == len(ranks):
-                yield number, [found[number][rank] for rank in ranks]
+            if len(received[number]) == len(ranks):
+                yield number, [received[number][rank] for rank in ranks]
 
     def facts(
         self, config: Mapping[str, Any], switches: Mapping[str, Any] | None = None
@@ -173,7 +173,7 @@ class Simulator:
         Raises:
             SimulationUnavailable: the passes cannot be simulated.
         """
-        key = json.dumps([_of_activations(config), switches or {}], sort_keys=True)
+        key = json.dumps([_activations_config(config), switches or {}], sort_keys=True)
         if key not in self._facts:
             question = Question(config, 1, 1, switches=switches or {})
             self._facts[key] = self._passes(question)[0]
@@ -187,15 +187,17 @@ class Simulator:
 
     def _passes(self, question: Question) -> tuple[ModelFacts, list[dict[str, Any]]]:
         """Simulate the model's own passes at two micro batches; return facts and both answers."""
-        question = question._replace(config=_of_activations(question.config), activations_only=True)
+        question = question._replace(
+            config=_activations_config(question.config), activations_only=True
+        )
         sizes = _MICRO_BATCHES_FOR_SLOPES
         length = self.script.sequence_length
         if length:
             small = max(1, min(sizes[0], _TOKENS_FOR_SLOPES // (2 * length)))
             sizes = (small, 2 * small)
         questions = [question._replace(micro_batch=size) for size in sizes]
-        found = dict(self._answers(questions))
-        answers = [found[number] for number in range(len(questions))]
+        by_number = dict(self._answers(questions))
+        answers = [by_number[number] for number in range(len(questions))]
         for answer in answers:
             if "failed" in answer:
                 raise SimulationUnavailable(answer["failed"])
@@ -222,33 +224,33 @@ class Simulator:
         `failed` in an answer says why it has no result.
         """
         first, self._number = self._number, self._number + len(questions)
-        waiting = list(range(first, self._number))
+        pending = list(range(first, self._number))
         patience_s = protocol.WALL_FACTOR * self._timeout_s + _PATIENCE_S
         try:
             if not self._problem:
                 self._send(questions, first)
             deadline = time.monotonic() + patience_s
-            while waiting and not self._problem:
+            while pending and not self._problem:
                 is_running = self._engine.has_simulation_server()
-                for number in list(waiting):
+                for number in list(pending):
                     answer = protocol.receive(self._folder / protocol.ANSWER_FILE.format(number))
                     if answer is not None:
                         deadline = time.monotonic() + patience_s
-                        waiting.remove(number)
+                        pending.remove(number)
                         if _DEPENDS_ON_DATA in answer.get("failed", ""):
                             answer["failed"] += _MAY_BE_EXPERTS
                         yield number - first, answer
-                if waiting and not is_running:
+                if pending and not is_running:
                     self._problem = "the script has ended"
                 elif time.monotonic() > deadline:
                     self._problem = "no answer from the script: timed out"
-                time.sleep(_POLL_S if waiting else 0.0)
+                time.sleep(_POLL_S if pending else 0.0)
         except OSError as error:  # a full disk, for example
             self._problem = str(error)
         finally:  # withdraw questions that nobody waits for any more
-            for number in waiting:
+            for number in pending:
                 (self._folder / protocol.QUESTION_FILE.format(number)).unlink(missing_ok=True)
-        for number in waiting:
+        for number in pending:
             yield number - first, {"failed": self._problem}
 
     def _send(self, questions: Sequence[Question], first: int) -> None:
@@ -280,9 +282,9 @@ def _largest(answers: Sequence[dict[str, Any]]) -> MemoryEstimate | str:
         return str(reasons[0])
     estimates = [MemoryEstimate.from_json(answer["estimate"]) for answer in answers]
     sizes = (*PHASES, "host_pinned", "host_pageable")
-    most = {name: max(getattr(each, name) for each in estimates) for name in sizes}
-    return replace(estimates[0], **most)
+    maxima = {name: max(getattr(estimate, name) for estimate in estimates) for name in sizes}
+    return replace(estimates[0], **maxima)
 
 
-def _of_activations(config: Mapping[str, Any]) -> dict[str, Any]:
+def _activations_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key in _OF_ACTIVATIONS}

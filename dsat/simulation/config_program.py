@@ -60,7 +60,7 @@ def add_lora(model: torch.nn.Module, settings: Mapping[str, str]) -> None:
         targets = _linear_layers(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    found = 0
+    count = 0
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
             weight = getattr(layer, "weight", None)
@@ -71,8 +71,8 @@ def add_lora(model: torch.nn.Module, settings: Mapping[str, str]) -> None:
                 outputs, inputs = inputs, outputs
             rank, dropout = int(settings.get("r", 8)), float(settings.get("dropout", 0))
             setattr(parent, name, LowRank(layer, rank, inputs, outputs, dropout))
-            found += 1
-    if not found:
+            count += 1
+    if not count:
         raise InvalidTrial(
             f"--lora: no layer is called {' or '.join(targets)}; there are "
             f"{', '.join(_linear_layers(model))}"
@@ -103,20 +103,20 @@ def build(path: Path, dtype: torch.dtype) -> torch.nn.Module:
     try:
         config = transformers.AutoConfig.from_pretrained(path.parent, _configuration_file=path.name)
     except Exception as error:  # of any kind: each model checks its own
-        said = textwrap.shorten(str(error), 300) or type(error).__name__
+        reason = textwrap.shorten(str(error), 300) or type(error).__name__
         raise InvalidTrial(
-            f"transformers {transformers.__version__} refuses {path.name}: {said.strip(' .')}. "
+            f"transformers {transformers.__version__} refuses {path.name}: {reason.strip(' .')}. "
             "Correct the file, install a version of transformers that supports the model, or give "
             "your training script instead of --model"
         ) from error
     config.use_cache = False
-    named = type_argument(dtype)
+    type_args = type_argument(dtype)
     names = [name for name in config.architectures or () if hasattr(transformers, name)]
     if names:
-        return getattr(transformers, names[0])._from_config(config, **named)  # type: ignore[no-any-return]
+        return getattr(transformers, names[0])._from_config(config, **type_args)  # type: ignore[no-any-return]
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
         if type(config) in auto._model_mapping:
-            return auto.from_config(config, **named)  # type: ignore[no-any-return]
+            return auto.from_config(config, **type_args)  # type: ignore[no-any-return]
     raise InvalidTrial(
         f"transformers {transformers.__version__} has no model for {type(config).__name__}. Give "
         "your training script instead of --model"
@@ -133,10 +133,10 @@ def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[i
     text = config.get_text_config()
     main = getattr(model, "main_input_name", "input_ids")
     takes_labels = "labels" in inspect.signature(model.forward).parameters
-    of_sample = "Classification" in kind and "Token" not in kind
+    is_classifier = "Classification" in kind and "Token" not in kind
     longest = positions_of(text) or math.inf
     length = sequence or int(min(_USUAL_SEQUENCE, longest))
-    if sequence and main == "pixel_values" and (of_sample or not takes_labels):
+    if sequence and main == "pixel_values" and (is_classifier or not takes_labels):
         raise InvalidTrial(f"--seq-length: samples of {kind} are images, not sequences of tokens")
     if length > longest and _learns_positions(model, longest):
         raise InvalidTrial(
@@ -152,37 +152,37 @@ def batches(model: Any, sequence: int | None, dtype: torch.dtype) -> Callable[[i
             size = getattr(config, "image_size", _USUAL_IMAGE)
             height, width = size if isinstance(size, (list, tuple)) else (size, size)
             channels = getattr(config, "num_channels", _CHANNELS)
-            found = {main: torch.randn(samples, channels, height, width, dtype=dtype)}
+            inputs = {main: torch.randn(samples, channels, height, width, dtype=dtype)}
         elif main == "input_values":
-            found = {main: torch.randn(samples, sequence or _AUDIO_SAMPLES, dtype=dtype)}
+            inputs = {main: torch.randn(samples, sequence or _AUDIO_SAMPLES, dtype=dtype)}
         elif main == "input_features":
             bins = getattr(config, "num_mel_bins", 80)
             frames = 2 * getattr(config, "max_source_positions", 0)  # Whisper's only length
-            found = {
+            inputs = {
                 main: torch.randn(samples, bins, frames or sequence or _MEL_FRAMES, dtype=dtype)
             }
         else:
-            found = {"input_ids": tokens(samples)}
+            inputs = {"input_ids": tokens(samples)}
         if takes_labels:
-            if of_sample:
-                found["labels"] = torch.randint(0, config.num_labels, (samples,))
+            if is_classifier:
+                inputs["labels"] = torch.randint(0, config.num_labels, (samples,))
             else:
-                found["labels"] = tokens(samples)
-        return found
+                inputs["labels"] = tokens(samples)
+        return inputs
 
     return batch
 
 
 def _learns_positions(model: Any, number: float) -> bool:
     """Return whether a model learns an embedding of `number` positions; OPT has two more rows."""
-    of_tokens = None
+    token_embedding = None
     # transformers raises this for models without token embeddings (Wav2Vec2).
     with contextlib.suppress(NotImplementedError):
-        of_tokens = model.get_input_embeddings()
+        token_embedding = model.get_input_embeddings()
     return any(
         isinstance(layer, torch.nn.Embedding) and number <= layer.num_embeddings <= number + 2
         for layer in model.modules()
-        if layer is not of_tokens
+        if layer is not token_embedding
     )
 
 

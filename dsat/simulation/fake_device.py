@@ -88,11 +88,11 @@ class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
         if trace is None:
             yield
             return
-        before, trace.overlaps = trace.overlaps, stream is not self._stream
+        previous, trace.overlaps = trace.overlaps, stream is not self._stream
         try:
             yield
         finally:
-            trace.overlaps = before
+            trace.overlaps = previous
 
     def current_stream(self, device_index: int | None = None) -> Any:
         return self._stream
@@ -113,12 +113,12 @@ class FakeAccelerator(CPU_Accelerator):  # type: ignore[misc]
         match_shape: bool = True,
         align_bytes: int = 1,  # up to 0.18; no effect on powers of two
     ) -> torch.Tensor:
-        return self._pinned(tensor.shape if match_shape else (tensor.numel(),), tensor.dtype)
+        return self._make_pinned(tensor.shape if match_shape else (tensor.numel(),), tensor.dtype)
 
     def _pin_fresh(self, template: torch.Tensor, shape: Any) -> torch.Tensor:
-        return self._pinned(shape, template.dtype)
+        return self._make_pinned(shape, template.dtype)
 
-    def _pinned(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+    def _make_pinned(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
         with self._tracker.placing(PINNED):
             return torch.empty(shape, dtype=dtype, device="cpu")
 

@@ -88,15 +88,15 @@ class FakeParameters:
         True if the script used `zero.Init`, or if transformers knew a DeepSpeed configuration when
         it made the model. The current stage does not matter: a candidate's stage replaces it.
         """
-        made = self._made_by_transformers
-        return self._opened_zero_init or any(module in made for module in model.modules())
+        models = self._made_by_transformers
+        return self._opened_zero_init or any(module in models for module in model.modules())
 
     def install(self) -> None:
         """Patch torch and DeepSpeed now, and transformers now or at its import."""
         self._replace(torch.nn.Parameter, "__new__", self._new_parameter)
         self._replace(torch.nn.Module, "register_buffer", self._register_buffer)
         self._replace(torch.nn.Module, "_apply", convert_in_place)
-        self._replace(FakeTensor, "__deepcopy__", lambda _: _copied)
+        self._replace(FakeTensor, "__deepcopy__", lambda _: _deep_copy)
         for name in _INITIAL_VALUES:
             self._replace(torch, name, self._initial_values)
         self._replace(torch, "load", self._load)
@@ -185,8 +185,8 @@ class FakeParameters:
         self._replace(base, "from_pretrained", lambda _: classmethod(_from_config_alone))
         self._replace(base, "_from_config", lambda _: classmethod(noted))
 
-    def _replace(self, place: Any, name: str, made: Callable[[Any], Any]) -> None:
-        new = made(getattr(place, name))
+    def _replace(self, place: Any, name: str, build: Callable[[Any], Any]) -> None:
+        new = build(getattr(place, name))
         self._undo.enter_context(mock.patch.object(place, name, new))
 
     def _replace_zero_init(self) -> None:
@@ -246,24 +246,24 @@ def assign(tensor: torch.Tensor, other: torch.Tensor) -> None:
             tensor.fake_device = other.fake_device
 
 
-def _copied(tensor: Any, memo: dict[int, Any]) -> Any:
+def _deep_copy(tensor: Any, memo: dict[int, Any]) -> Any:
     """Deep-copy a fake tensor; a parameter stays a parameter."""
     if id(tensor) not in memo:
         with torch.no_grad():
-            new = tensor.detach().clone()
+            clone = tensor.detach().clone()
         if isinstance(tensor, torch.nn.Parameter):
-            new = torch.nn.Parameter(new, tensor.requires_grad)
+            clone = torch.nn.Parameter(clone, tensor.requires_grad)
         else:
-            new.requires_grad_(tensor.requires_grad)
-        memo[id(tensor)] = new
+            clone.requires_grad_(tensor.requires_grad)
+        memo[id(tensor)] = clone
     return memo[id(tensor)]
 
 
 def _from_config_alone(cls: Any, name: Any, *model_args: Any, **kwargs: Any) -> Any:
     """Replace `PreTrainedModel.from_pretrained`: read the configuration, and no weights."""
-    asked = [key for key in _NOT_FAKED if kwargs.pop(key, None) is not None]
-    if asked:
-        raise SimulationUnsupported(f"from_pretrained with {asked[0]} cannot be simulated")
+    unsupported = [key for key in _NOT_FAKED if kwargs.pop(key, None) is not None]
+    if unsupported:
+        raise SimulationUnsupported(f"from_pretrained with {unsupported[0]} cannot be simulated")
     with_info = kwargs.pop("output_loading_info", False)
     implementation = kwargs.pop("attn_implementation", None)
     dtype = kwargs.pop("torch_dtype", None)
@@ -282,20 +282,20 @@ def _from_config_alone(cls: Any, name: Any, *model_args: Any, **kwargs: Any) -> 
     config.name_or_path = str(name)
     if implementation is not None:
         config._attn_implementation = implementation
-    named = type_argument(_dtype(dtype, config))
-    taken = inspect.signature(cls.__init__).parameters  # all others are about files and devices
-    kwargs = {key: value for key, value in kwargs.items() if key in taken}
-    model = cls._from_config(config, *model_args, **named, **kwargs)
+    type_args = type_argument(_dtype(dtype, config))
+    accepted = inspect.signature(cls.__init__).parameters  # all others are about files and devices
+    kwargs = {key: value for key, value in kwargs.items() if key in accepted}
+    model = cls._from_config(config, *model_args, **type_args, **kwargs)
     model.eval()
     return (model, {name: [] for name in _LOADING_INFO}) if with_info else model
 
 
-def _dtype(asked: Any, config: Any) -> torch.dtype:
+def _dtype(dtype: Any, config: Any) -> torch.dtype:
     """Return the type in which `from_pretrained` would load."""
-    if asked is None and loads_float32():
+    if dtype is None and loads_float32():
         return torch.float32
-    if asked is None or asked == "auto":
-        asked = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
-    if isinstance(asked, str):
-        asked = getattr(torch, asked)
-    return asked or torch.float32
+    if dtype is None or dtype == "auto":
+        dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
+    return dtype or torch.float32

@@ -69,23 +69,23 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return self._view(func, args, kwargs)
         if not is_known:
             self._forget_written(func, args, kwargs)
-            out: Any = super().__torch_dispatch__(func, types, self._moved(func, args), kwargs)
+            out: Any = super().__torch_dispatch__(func, types, self._to_fake(func, args), kwargs)
             self._forget_parts(out, (*args, *kwargs.values()))
             if func in _COMPARISONS and out.numel() == 1:
                 # As with `item()`: DeepSpeed up to 0.19.2 asserts that a norm is above 0.
-                like, other = torch.full(out.shape, value_of(args[0].dtype)), args[1]
-                self.know(out, lambda: func(like, other))
+                operand, other = torch.full(out.shape, value_of(args[0].dtype)), args[1]
+                self.know(out, lambda: func(operand, other))
             return out
         if torch.Tag.dynamic_output_shape in func.tags:
-            return self._of_real(self._run(func, args, kwargs), next(tensors_in(args)).device)
-        out = super().__torch_dispatch__(func, types, self._moved(func, args), kwargs)
+            return self._wrap_real(self._run(func, args, kwargs), next(tensors_in(args)).device)
+        out = super().__torch_dispatch__(func, types, self._to_fake(func, args), kwargs)
         if self._may_be_known(out, has_inputs=any(True for _ in tensors_in((args, kwargs)))):
             self._add_values(out, func, args, kwargs)
         else:
             self._forget_written(func, args, kwargs)
         return out
 
-    def _moved(self, func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
+    def _to_fake(self, func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
         """Return an operator's arguments, with a fake tensor in place of a real one that it copies.
 
         The device to which it copies may not exist.
@@ -98,12 +98,12 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Return True for an operator that only makes a view of one fake tensor of this mode."""
         if not _is_plain_view(func):
             return False
-        first, others = args[0], (args[1:], kwargs)
+        first, rest = args[0], (args[1:], kwargs)
         return (
             isinstance(first, FakeTensor)
             and first.fake_mode is self
             and first.constant is None
-            and not any(True for _ in tensors_in(others))
+            and not any(True for _ in tensors_in(rest))
         )
 
     def _view(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -113,11 +113,11 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         the keys of its cache include offsets.
         """
         with in_kernel_invocation_manager(self):
-            found = func(*args, **kwargs)
-        parts = [found] if isinstance(found, torch.Tensor) else found
+            result = func(*args, **kwargs)
+        parts = [result] if isinstance(result, torch.Tensor) else result
         device = args[0].fake_device
         fakes = [p if isinstance(p, FakeTensor) else FakeTensor(self, p, device) for p in parts]
-        return fakes[0] if isinstance(found, torch.Tensor) else type(found)(fakes)
+        return fakes[0] if isinstance(result, torch.Tensor) else type(result)(fakes)
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Return True if the values of a tensor are known."""
@@ -150,17 +150,17 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def _forget_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Forget the values of tensors that an operator writes to, and of their views."""
-        written: list[Any] = []
+        targets: list[Any] = []
         if func.namespace == "c10d":  # schemas of collectives do not name what they write
-            written = [*args, *kwargs.values()]
+            targets = [*args, *kwargs.values()]
         elif func._schema.is_mutable:
-            given = name_arguments(func, args, kwargs)
-            written = [
-                given.get(argument.name)
+            arguments = name_arguments(func, args, kwargs)
+            targets = [
+                arguments.get(argument.name)
                 for argument in func._schema.arguments
                 if argument.alias_info is not None and argument.alias_info.is_write
             ]
-        for tensor in tensors_in(written):
+        for tensor in tensors_in(targets):
             real = getattr(tensor, _REAL, None)
             if real is not None:
                 self._unknown.add(real.untyped_storage())
@@ -168,18 +168,18 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     @staticmethod
     def _forget_parts(out: Any, inputs: Iterable[Any]) -> None:
         """Forget the values of results with unknown inputs, even if a part of them is constant."""
-        own = {id(tensor) for tensor in tensors_in(inputs)}
+        input_ids = {id(tensor) for tensor in tensors_in(inputs)}
         for tensor in tensors_in([out]):
-            if id(tensor) not in own and hasattr(tensor, _REAL):
+            if id(tensor) not in input_ids and hasattr(tensor, _REAL):
                 delattr(tensor, _REAL)
 
     # -- the real run
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            return func(*tree_map(self._as_real, args), **tree_map(self._as_real, kwargs))
+            return func(*tree_map(self._unwrap_real, args), **tree_map(self._unwrap_real, kwargs))
 
-    def _as_real(self, value: Any) -> Any:
+    def _unwrap_real(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self._real(value)
         return torch.device("cpu") if isinstance(value, torch.device) else value
@@ -197,10 +197,10 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             if isinstance(fake, FakeTensor):
                 setattr(fake, _REAL, values)
 
-    def _of_real(self, value: Any, device: torch.device) -> Any:
+    def _wrap_real(self, value: Any, device: torch.device) -> Any:
         """Make fake tensors with the shapes and values of real ones."""
         if isinstance(value, (list, tuple)):
-            return type(value)(self._of_real(part, device) for part in value)
+            return type(value)(self._wrap_real(part, device) for part in value)
         if not isinstance(value, torch.Tensor):
             return value
         with self:
@@ -220,5 +220,5 @@ def _is_plain_view(func: Any) -> bool:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    most = _MOST_FLOATS if tensor.dtype.is_floating_point else MOST_TOKENS
-    return tensor.numel() <= most and not tensor.dtype.is_complex
+    limit = _MOST_FLOATS if tensor.dtype.is_floating_point else MOST_TOKENS
+    return tensor.numel() <= limit and not tensor.dtype.is_complex

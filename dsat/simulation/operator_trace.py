@@ -120,18 +120,18 @@ class OperatorTrace:
         inputs: Sequence[torch.Tensor],
         results: Sequence[torch.Tensor],
     ) -> None:
-        moved = _bytes((*inputs, *results))
-        if not moved:
+        num_bytes = _bytes((*inputs, *results))
+        if not num_bytes:
             return
         places = {t.device.type for t in (*inputs, *results) if t.dim()}
         if places and self._device_type not in places:
             kind, flops = HOST, 0.0
         elif len(places) > 1 and "cpu" in places:
-            kind, moved = TRANSFER, _bytes(results)
+            kind, num_bytes = TRANSFER, _bytes(results)
         itemsize = results[0].element_size() if results else 4
         key = (phase, self.is_last, kind, itemsize, flops)
         total = self._kernels.setdefault(key, [0.0, 0])
-        total[0] += moved
+        total[0] += num_bytes
         total[1] += 1
 
     def _flops(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:

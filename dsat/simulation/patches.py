@@ -61,8 +61,8 @@ class FunctionRules(TorchFunctionMode):
     def adopted(self, value: Any) -> Any:
         """Return arguments with fake tensors and the simulation's device in place of CUDA."""
         if isinstance(value, torch.Tensor):
-            own = isinstance(value, FakeTensor) and not is_scripts(value)
-            return value if own else self._adopt(value)
+            is_simulated = isinstance(value, FakeTensor) and not is_scripts(value)
+            return value if is_simulated else self._adopt(value)
         if type(value) is int:
             return self.numbers.get(value, value)
         if isinstance(value, slice):
@@ -95,10 +95,10 @@ def apply(tracker: StorageTracker, device_type: str, ranks: int) -> None:
     optimizers._foreach_supported_types.append(FakeTensor)
     # A fake mode would first make a real tensor to initialise the device.
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[assignment,method-assign]
-    for place, name, value in _without_operators(tracker):
+    for place, name, value in _operator_changes(tracker):
         setattr(place, name, value)
     # DeepSpeed's Muon compiles a function at its import, which takes seconds.
-    torch.compile = _not_compiled  # type: ignore[assignment]
+    torch.compile = _leave_uncompiled  # type: ignore[assignment]
     # This check compares values across ranks, and fake collectives move none.
     for name in ("zero.partition_parameters", "zero.partitioned_param_coordinator", "zero.stage3"):
         module: Any = importlib.import_module(f"deepspeed.runtime.{name}")
@@ -159,7 +159,7 @@ def for_fake_cpu(tracker: StorageTracker) -> Iterator[None]:
     accelerator.is_fp16_supported = accelerator.is_bf16_supported = lambda: True
     changes = [
         (real_accelerator, "ds_accelerator", accelerator),
-        *_without_operators(tracker),
+        *_operator_changes(tracker),
         (torch.Tensor, "data_ptr", lambda self: 0),
         (torch.nn.Module, "to", lambda self, *_, **__: self),
     ]
@@ -169,11 +169,11 @@ def for_fake_cpu(tracker: StorageTracker) -> Iterator[None]:
         yield
 
 
-def _not_compiled(function: Any = None, **_: Any) -> Any:
-    return _not_compiled if function is None else function
+def _leave_uncompiled(function: Any = None, **_: Any) -> Any:
+    return _leave_uncompiled if function is None else function
 
 
-def _without_operators(tracker: StorageTracker) -> list[tuple[Any, str, Any]]:
+def _operator_changes(tracker: StorageTracker) -> list[tuple[Any, str, Any]]:
     """Return changes that keep DeepSpeed from compiling operators, which would access memory."""
     from deepspeed.ops.op_builder.builder import OpBuilder
     from deepspeed.ops.op_builder.cpu.no_impl import NotImplementedBuilder

@@ -53,7 +53,7 @@ class RankViews:
 
         def cat_once(tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             alone = not (args or kwargs) and len(tensors) > 1
-            return cat(_joined(tensors) if alone else tensors, *args, **kwargs)
+            return cat(_merge_repeats(tensors) if alone else tensors, *args, **kwargs)
 
         torch.Tensor.narrow, torch.Tensor.__getitem__ = narrow_once, getitem_once  # type: ignore[assignment,method-assign]
         torch.Tensor.numel, torch.cat = plain_numel, cat_once  # type: ignore[assignment,method-assign]
@@ -72,7 +72,7 @@ class RankViews:
         return view
 
 
-def _joined(tensors: Any) -> list[torch.Tensor]:
+def _merge_repeats(tensors: Any) -> list[torch.Tensor]:
     """Merge repetitions of a flat tensor into one view of their total size, to concatenate less."""
     counts = collections.Counter(map(id, tensors))
     if len(counts) == len(tensors) or any(tensor.dim() != 1 for tensor in tensors):

@@ -103,10 +103,10 @@ class SimulationServer:
         from dsat.simulation import borrowed_model
 
         bound = inspect.signature(initialize).bind(*args, **kwargs)
-        passed = config_injection.trained_config(bound.arguments)
-        if passed is None or self._was_used:
+        config = config_injection.trained_config(bound.arguments)
+        if config is None or self._was_used:
             return initialize(*args, **kwargs)
-        model = borrowed_model.BorrowedModel(initialize, bound.arguments, passed.content)
+        model = borrowed_model.BorrowedModel(initialize, bound.arguments, config.content)
         model.uses_zero_init = self._fakes.partitions_in_stage_3(bound.arguments["model"])
         result = model.engine_for_the_script()
         model.on_first_training_forward(functools.partial(self._serve, model))
@@ -130,8 +130,8 @@ class SimulationServer:
         capacity = len(host_limits.usable_cores())
         while True:
             self._report_deaths(running)
-            waiting = sorted(self._folder.glob(protocol.QUESTIONS))
-            received = map(protocol.receive, waiting if len(running) < capacity else [])
+            questions = sorted(self._folder.glob(protocol.QUESTIONS))
+            received = map(protocol.receive, questions if len(running) < capacity else [])
             candidate = next(filter(None, received), None)
             if candidate is None:
                 if not self._folder.exists():  # the client has ended
@@ -146,8 +146,8 @@ class SimulationServer:
     def _report_deaths(self, running: dict[int, Mapping[str, Any]]) -> None:
         """Remove children that ended, and report the failure of those that did not answer."""
         for child in list(running):
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if not ended:
+            pid, status = os.waitpid(child, os.WNOHANG)
+            if not pid:
                 continue
             candidate, code = running.pop(child), os.waitstatus_to_exitcode(status)
             reason = f"the simulation died with status {code}"
@@ -178,7 +178,7 @@ class SimulationServer:
             The reason, if it differs from the error's own message; otherwise an empty string.
         """
         if self._number is not None:
-            self._end_of_child({"failed": _described(error)[:500]})
+            self._end_of_child({"failed": _describe(error)[:500]})
         if error is None:
             return ""
         if isinstance(error, SimulationUnsupported):
@@ -199,7 +199,7 @@ class SimulationServer:
         os._exit(_ANSWERED)
 
 
-def _described(error: BaseException | None) -> str:
+def _describe(error: BaseException | None) -> str:
     if error is None:
         return "the script ended"
     traceback.print_exception(error)  # into the run's log

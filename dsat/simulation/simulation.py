@@ -99,9 +99,9 @@ class _FakeDevice:
 
     def _adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a fake tensor in the candidate's shape for a real one; leave scalars unchanged."""
-        known = self._adopted.get(id(tensor))
-        if known is not None:
-            return known[1]
+        entry = self._adopted.get(id(tensor))
+        if entry is not None:
+            return entry[1]
         if tensor.dim() == 0:
             return tensor
         captured, candidate = self._captured, self._candidate
@@ -136,8 +136,8 @@ class Simulation(_FakeDevice):
 
     def _make_engine(self) -> Any:
         captured = self._captured
-        parked = not (captured.snapshot.on_device or self._candidate.as_cpu)
-        with self.tracker.placing(HOST if parked else DEVICE):
+        is_parked = not (captured.snapshot.on_device or self._candidate.as_cpu)
+        with self.tracker.placing(HOST if is_parked else DEVICE):
             fakes = captured.snapshot.put_fakes(self._device)
         arguments = {
             **captured.arguments,
@@ -245,8 +245,8 @@ class Simulation(_FakeDevice):
         pinned, pageable = (
             max(self.tracker.peak(p, kind) for p in PHASES[1:]) for kind in (PINNED, HOST)
         )
-        found = MemoryEstimate(init, forward, backward, step, pinned, pageable, SIMULATED)
-        return {"estimate": found.to_json(), **self.trace(self._engine.module)}
+        estimate = MemoryEstimate(init, forward, backward, step, pinned, pageable, SIMULATED)
+        return {"estimate": estimate.to_json(), **self.trace(self._engine.module)}
 
 
 class ActivationPass(_FakeDevice):
@@ -263,7 +263,7 @@ class ActivationPass(_FakeDevice):
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
         self._has_gradient = False
-        self._before = 0
+        self._bytes_before = 0
 
     def become(self, engine: Any) -> None:
         """Adapt the script's engine to passes of the model alone."""
@@ -271,7 +271,7 @@ class ActivationPass(_FakeDevice):
         engine.device = torch.device(self._device)
 
     def forward(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        self._before = self.tracker.current(self._kind)
+        self._bytes_before = self.tracker.current(self._kind)
         self.tracker.begin("forward")
         return self.forward_again(args, kwargs)
 
@@ -308,7 +308,7 @@ class ActivationPass(_FakeDevice):
                 "backward": max(peaks["first gradient"], peaks["backward"]),
                 "first_gradient": peaks["first gradient"],
                 "matmul": peaks[MATMUL],
-                "before": self._before,
+                "before": self._bytes_before,
                 "held": self.tracker.current(self._kind),
             },
             **self.trace(self._module),

@@ -47,7 +47,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._bytes: dict[str, int] = dict.fromkeys((DEVICE, HOST, PINNED, ALL), 0)
         self._peaks: dict[tuple[str, str], int] = {}
         self._phase = "script"
-        self._forced: str | None = None
+        self._placement: str | None = None
         self.workspace_bytes = 0
         self._has_multiplied = False
         self.trace: OperatorTrace | None = None
@@ -76,7 +76,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size, device = storage.nbytes(), tensor.fake_device.type
         if storage in self._place or size == 0 or device == "meta":
             return
-        place = place or self._forced
+        place = place or self._placement
         if place is None:
             place = DEVICE if device == self._device_type else HOST
         if place == PINNED:
@@ -102,11 +102,11 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextlib.contextmanager
     def placing(self, place: str) -> Iterator[None]:
         """Count storages that are allocated in this context as the kind of memory `place`."""
-        self._forced, before = place, self._forced
+        self._placement, previous = place, self._placement
         try:
             yield
         finally:
-            self._forced = before
+            self._placement = previous
 
     def is_parked(self, tensor: torch.Tensor) -> bool:
         """Return True if a tensor of the device counts as memory of the host."""

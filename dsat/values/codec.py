@@ -83,21 +83,21 @@ def decode(kind: Any, data: Any, where: str = "") -> Any:
     if kind is Any:
         return data
     if dataclasses.is_dataclass(kind):
-        return _dataclass(kind, _checked(dict, data, where), where)
+        return _dataclass(kind, _check(dict, data, where), where)
     if origin is tuple:
-        return _tuple(inner, _checked(list, data, where), where)
+        return _tuple(inner, _check(list, data, where), where)
     if origin is not None and issubclass(origin, Mapping):
-        named = _checked(dict, data, where).items()
-        return {key: decode(inner[1], value, f"{where}.{key}") for key, value in named}
+        entries = _check(dict, data, where).items()
+        return {key: decode(inner[1], value, f"{where}.{key}") for key, value in entries}
     if origin is not None and issubclass(origin, Sequence):
-        items = enumerate(_checked(list, data, where))
+        items = enumerate(_check(list, data, where))
         return [decode(inner[0], value, f"{where}[{i}]") for i, value in items]
     if issubclass(kind, enum.Enum):
-        known = {member.value: member for member in kind}
-        if _checked(str, data, where) not in known:
-            raise DecodeError(where, f"must be one of {', '.join(known)}, not {data!r}")
-        return known[data]
-    return _checked(kind, data, where)
+        members = {member.value: member for member in kind}
+        if _check(str, data, where) not in members:
+            raise DecodeError(where, f"must be one of {', '.join(members)}, not {data!r}")
+        return members[data]
+    return _check(kind, data, where)
 
 
 @functools.cache
@@ -115,10 +115,10 @@ _NAMES = {
 }
 
 
-def _checked(kind: Any, data: Any, where: str) -> Any:
+def _check(kind: Any, data: Any, where: str) -> Any:
     # JSON does not distinguish integers and floats; in Python, booleans are integers.
-    accepted = (int, float) if kind is float else kind
-    if not isinstance(data, accepted) or (isinstance(data, bool) and kind is not bool):
+    classes = (int, float) if kind is float else kind
+    if not isinstance(data, classes) or (isinstance(data, bool) and kind is not bool):
         raise DecodeError(where, f"must be {_NAMES[kind]}, not {printable(repr(data), 80)}")
     if isinstance(data, float) and not math.isfinite(data):
         raise DecodeError(where, f"must be finite, not {data}")

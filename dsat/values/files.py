@@ -24,8 +24,8 @@ def cache_folder(name: str) -> Path:
 
 def home() -> Path:
     """Return the user's home folder; `/` for a user without one, as in containers."""
-    found = os.path.expanduser("~")
-    return Path(found if os.path.isabs(found) else "/")
+    folder = os.path.expanduser("~")
+    return Path(folder if os.path.isabs(folder) else "/")
 
 
 def sync_folder(folder: Path) -> None:
@@ -58,8 +58,8 @@ def written_atomically(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     except BaseException as error:
         with contextlib.suppress(OSError):
-            for left in path.parent.glob(f"{glob.escape(temporary.name)}*"):  # SQLite's journal too
-                remove(left)
+            for file in path.parent.glob(f"{glob.escape(temporary.name)}*"):  # SQLite's journal too
+                remove(file)
         if isinstance(error, OSError) and error.errno is not None:
             error.filename = str(path)
             del error.filename2  # else the message would show None

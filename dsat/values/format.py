@@ -14,14 +14,14 @@ _MOST_OF_A_MESSAGE = 400
 
 def metric(name: str, value: float | None, digits: int = 4) -> str:
     """Return a metric's value with its unit; a dash for None."""
-    declared = METRICS[name]
+    definition = METRICS[name]
     if value is None:
         return "-"
-    if declared.has_prefix:
-        return f"{prefixed(value, digits)}{declared.unit}"
+    if definition.has_prefix:
+        return f"{prefixed(value, digits)}{definition.unit}"
     rounded = float(f"{value:.{digits}g}")
     number = f"{value:,.0f}" if rounded >= 1000 else f"{rounded:.{digits}g}"
-    return f"{number} {declared.unit}"
+    return f"{number} {definition.unit}"
 
 
 def prefixed(value: float, digits: int = 4) -> str:
@@ -34,8 +34,8 @@ def prefixed(value: float, digits: int = 4) -> str:
 def change(name: str, before: float | None, after: float | None) -> str:
     """Return a change: `100 -> 142 samples/s`, or `step 20 -> 15 ms` for a metric in ms."""
     first, second = metric(name, before, digits=3), metric(name, after, digits=3)
-    number, _, its_unit = first.partition(" ")
-    if its_unit and second.endswith(f" {its_unit}"):
+    number, _, unit = first.partition(" ")
+    if unit and second.endswith(f" {unit}"):
         first = number
     return f"{f'{name} ' if METRICS[name].unit == 'ms' else ''}{first} -> {second}"
 
@@ -56,10 +56,10 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.1f} %"
 
 
-def count(number: int, what: str) -> str:
+def count(number: int, noun: str) -> str:
     """Return a number of things: `1 trial`, `2 trials` or `2 batches`."""
-    plural = "es" if what.endswith(("ch", "s")) else "s"
-    return f"{number} {what}{'' if number == 1 else plural}"
+    plural = "es" if noun.endswith(("ch", "s")) else "s"
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def duration(seconds: float) -> str:

@@ -108,8 +108,8 @@ def table() -> tuple[Hazard, ...]:
 
 def version_in(software: str) -> str | None:
     """Return DeepSpeed's version in a text such as `torch 2.8.0, deepspeed 0.19.8`, or None."""
-    found = re.search(r"\bdeepspeed (\S+)", software)
-    return found[1] if found else None
+    match = re.search(r"\bdeepspeed (\S+)", software)
+    return match[1] if match else None
 
 
 def find_by_version(version: str | None) -> list[Hazard]:
@@ -120,10 +120,10 @@ def find_by_version(version: str | None) -> list[Hazard]:
 def is_one_of(version: str | None, versions: str) -> bool:
     """Return whether a version meets a specifier; False if the version is unknown."""
     try:
-        known = Version(version or "").public
+        public = Version(version or "").public
     except InvalidVersion:
         return False
-    return SpecifierSet(versions).contains(known, prereleases=True)
+    return SpecifierSet(versions).contains(public, prereleases=True)
 
 
 def find(version: str | None, training: Training, *kinds: str) -> list[Hazard]:
@@ -131,14 +131,14 @@ def find(version: str | None, training: Training, *kinds: str) -> list[Hazard]:
     return [h for h in find_by_version(version) if h.kind in kinds and h.hits(training)]
 
 
-def unaffected_version(found: Iterable[Hazard]) -> str:
-    """Return the lowest `good` version that fixes all of `found` and has no known fault.
+def unaffected_version(hazards: Iterable[Hazard]) -> str:
+    """Return the lowest `good` version that fixes all of `hazards` and has no known fault.
 
     If there is none, return the highest `good` version.
     """
-    least = max((Version(h.good) for h in found), default=Version("0"))
-    known = sorted({Version(h.good) for h in table()})
-    return str(next((v for v in known if v >= least and not find_by_version(str(v))), known[-1]))
+    minimum = max((Version(h.good) for h in hazards), default=Version("0"))
+    fixes = sorted({Version(h.good) for h in table()})
+    return str(next((v for v in fixes if v >= minimum and not find_by_version(str(v))), fixes[-1]))
 
 
 def _value(config: Mapping[str, Any], path: str) -> Any:

@@ -56,12 +56,12 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
     Cached files do not count as usage.
     """
     for folder, is_v2 in _control_groups("memory"):
-        limits, usage, cached = _MEMORY_V2 if is_v2 else _MEMORY_V1
+        limits, usage, cache_key = _MEMORY_V2 if is_v2 else _MEMORY_V1
         for limit in limits:
             with contextlib.suppress(OSError, ValueError):  # `max` means no limit
-                most = int((folder / limit).read_text())
-                used = int((folder / usage).read_text())
-                yield most, used - _stat_bytes(folder / "memory.stat", cached)
+                limit_bytes = int((folder / limit).read_text())
+                used_bytes = int((folder / usage).read_text())
+                yield limit_bytes, used_bytes - _stat_bytes(folder / "memory.stat", cache_key)
 
 
 def _meminfo_bytes(name: str) -> int:
@@ -93,9 +93,9 @@ def _control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
             root = CGROUPS / controller
         else:
             continue
-        own = root / path.strip("/")
+        group = root / path.strip("/")
         # In a container the path may be the host's. Then only the root folder exists.
-        for folder in (own, *own.parents):
+        for folder in (group, *group.parents):
             yield folder, not controllers
             if folder == root:
                 break

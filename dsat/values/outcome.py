@@ -88,8 +88,8 @@ class Metrics(Recorded):
 
     def at_least_as_uncertain(self, standard_error: float) -> Metrics:
         """Return these metrics with an interval at least as wide as `standard_error` implies."""
-        least = standard_error * student.half_width(0.95, max(1, self.num_steps - 1))
-        return self if self.ci95 >= least else replace(self, ci95=least)
+        min_ci95 = standard_error * student.half_width(0.95, max(1, self.num_steps - 1))
+        return self if self.ci95 >= min_ci95 else replace(self, ci95=min_ci95)
 
     def value(self, metric: str) -> float | None:
         number: float | None = getattr(self, metric)

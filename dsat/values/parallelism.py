@@ -71,11 +71,11 @@ def read_parallelism(config: Mapping[str, Any]) -> Parallelism:
     return Parallelism(_size(tensor), _size(config.get(SEQUENCE_SIZE)))
 
 
-def apply_settings(settings: Mapping[str, Any], own: Parallelism) -> Parallelism:
-    """Return the parallelism of flat settings; missing sizes are those of `own`."""
+def apply_settings(settings: Mapping[str, Any], base: Parallelism) -> Parallelism:
+    """Return the parallelism of flat settings; missing sizes are those of `base`."""
     return Parallelism(
-        _size(settings.get(TENSOR_SIZE, own.tensor)),
-        _size(settings.get(SEQUENCE_SIZE, own.sequence)),
+        _size(settings.get(TENSOR_SIZE, base.tensor)),
+        _size(settings.get(SEQUENCE_SIZE, base.sequence)),
     )
 
 

@@ -24,16 +24,16 @@ def logged(
     The first line appears after `LONG_S`, or immediately with `at_once`. Then a line with the
     elapsed time and the hint follows every `AGAIN_S`.
     """
-    began_s, over = time.monotonic(), threading.Event()
+    began_s, end = time.monotonic(), threading.Event()
 
     def follow() -> None:
         if not at_once:
-            if over.wait(LONG_S):
+            if end.wait(LONG_S):
                 return
             log.info("%s", operation)
-        while not over.wait(AGAIN_S):
-            added = hint if isinstance(hint, str) else hint()
-            log.info("%s: %.0f s so far%s", operation, time.monotonic() - began_s, added)
+        while not end.wait(AGAIN_S):
+            suffix = hint if isinstance(hint, str) else hint()
+            log.info("%s: %.0f s so far%s", operation, time.monotonic() - began_s, suffix)
 
     if at_once:
         log.info("%s", operation)
@@ -42,5 +42,5 @@ def logged(
     try:
         yield
     finally:
-        over.set()
+        end.set()
         thread.join()

@@ -23,9 +23,9 @@ class Table:
     optional: Sequence[str] = ()
 
     def without(self, heading: str) -> Table:
-        at = self.headings.index(heading)
-        rows = [[*row[:at], *row[at + 1 :]] for row in self.rows]
-        return replace(self, headings=[*self.headings[:at], *self.headings[at + 1 :]], rows=rows)
+        i = self.headings.index(heading)
+        rows = [[*row[:i], *row[i + 1 :]] for row in self.rows]
+        return replace(self, headings=[*self.headings[:i], *self.headings[i + 1 :]], rows=rows)
 
     def markdown(self) -> list[str]:
         """Return the lines of a Markdown table, like the "pipe" format of tabulate."""

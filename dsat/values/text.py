@@ -96,21 +96,21 @@ _LEAST_KNOWN = 8  # characters of a secret that is hidden wherever it occurs
 _LOOKS_LIKE_A_KEY = re.compile(r"(?=[^0-9]*[0-9])(?=[^a-zA-Z]*[a-zA-Z])_?[a-zA-Z0-9+/=-]{12,}$")
 
 
-def printable(text: str, most: int = MOST_OF_A_LINE) -> str:
+def printable(text: str, limit: int = MOST_OF_A_LINE) -> str:
     """Return a text that is safe to print and store, with secrets hidden.
 
     Args:
-        most: maximum number of characters; a longer text keeps its beginning and its end.
+        limit: maximum number of characters; a longer text keeps its beginning and its end.
     """
-    if len(text) <= most:
+    if len(text) <= limit:
         text = hide_secrets(escape(text))
-        if len(text) <= most:
+        if len(text) <= limit:
             return text
-    left_out = len(text) - most
+    left_out = len(text) - limit
     note = f" ... ({left_out:,} characters left out) ... "
-    half = (most - len(note)) // 2
+    half = (limit - len(note)) // 2
     # Hide secrets first, so that none is cut in half and missed.
-    window = most + _LONGEST_KEY
+    window = limit + _LONGEST_KEY
     first, last = (hide_secrets(escape(part)) for part in (text[:window], text[-window:]))
     return f"{first[:half]}{note}{last[-half:]}"
 
@@ -144,14 +144,14 @@ def _known_secrets(command: tuple[str, ...], variables: int) -> tuple[str, ...]:
     Paths and words that may be ordinary are left out. `variables` is the number of environment
     variables: a new number makes a new entry in the cache.
     """
-    found = set()
+    secrets = set()
     for words in (command, " ".join(command).split()):  # also inside of `bash -c '...'`
-        for word, (shown, name) in zip(words, _named(words), strict=True):
-            found |= {word.removeprefix(shown)} if name else set()
-    found |= {value for name, value in os.environ.items() if is_secret(name, value)}
+        for word, (visible, name) in zip(words, _split(words), strict=True):
+            secrets |= {word.removeprefix(visible)} if name else set()
+    secrets |= {value for name, value in os.environ.items() if is_secret(name, value)}
     hidden = {
         value
-        for value in found
+        for value in secrets
         if len(value) >= _LEAST_KNOWN and not value.isalpha() and not _PATH.match(value)
     }
     return tuple(sorted(hidden, key=len, reverse=True))
@@ -166,56 +166,56 @@ def hide_secrets(text: str) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _hide_secrets(text: str, known: tuple[str, ...]) -> str:
-    for secret in known:
+def _hide_secrets(text: str, secrets: tuple[str, ...]) -> str:
+    for secret in secrets:
         text = text.replace(secret, HIDDEN)
     for pattern in _SHOWN_SECRETS:
         text = pattern.sub((r"\1" if pattern.groups else "") + HIDDEN, text)
     parts, position = [], 0
-    for named in _NAMED.finditer(text):
-        name = named[1] or named[2]
-        if named.start() < position or not is_secret(name, _SOME_KEY):
+    for match in _NAMED.finditer(text):
+        name = match[1] or match[2]
+        if match.start() < position or not is_secret(name, _SOME_KEY):
             continue
-        value = _VALUE.match(text, named.end())
+        value = _VALUE.match(text, match.end())
         if value is None or value[0][1:2] == "$":
             continue
         if not is_secret(name, value[0].strip("\"'")):
             continue
-        if _SENTENCE.match(text, named.start() + len(name)):
+        if _SENTENCE.match(text, match.start() + len(name)):
             continue
         quote, end = value[0][0] if value[0][0] in "\"'" else "", value.end()
-        around = text[named.start() - 1 : named.start()]
-        if not quote and around and around in "\"'" and named[0].count(around) == 0:
-            end = max(end, text.find(around, named.end()))  # 'name=a b c'
-        parts += [text[position : named.end()], quote, HIDDEN, quote]
+        around = text[match.start() - 1 : match.start()]
+        if not quote and around and around in "\"'" and match[0].count(around) == 0:
+            end = max(end, text.find(around, match.end()))  # 'name=a b c'
+        parts += [text[position : match.end()], quote, HIDDEN, quote]
         position = end
     return "".join([*parts, text[position:]])
 
 
 def hide_secrets_in_words(words: Iterable[str]) -> list[str]:
     """Return the words of a command with `***` in place of anything that looks like a secret."""
-    return [f"{rest}{HIDDEN}" if name else hide_secrets(rest) for rest, name in _named(words)]
+    return [f"{rest}{HIDDEN}" if name else hide_secrets(rest) for rest, name in _split(words)]
 
 
-def shell_line(words: Sequence[str], own: Path) -> str:
+def shell_line(words: Sequence[str], folder: Path) -> str:
     """Return a shell command in which variables stand for the secrets.
 
     The shell reports an error if such a variable is not set.
 
     Args:
-        own: a folder of dsat; its path is shown even if it looks like a secret.
+        folder: a folder of dsat; its path is shown even if it looks like a secret.
     """
     line: list[str] = []
-    before = ""
-    for number, (word, (shown, name)) in enumerate(zip(words, _named(words), strict=True)):
-        if not name and _has_secret(word.replace(str(own.resolve()), "")):
+    flag = ""
+    for number, (word, (visible, name)) in enumerate(zip(words, _split(words), strict=True)):
+        if not name and _has_secret(word.replace(str(folder.resolve()), "")):
             key, equals, _ = word.partition("=")
             is_named = equals and _FLAG.fullmatch(key) and not _has_secret(key)
-            shown = f"{key}=" if is_named else ""
-            name = key if is_named else before or f"argument_{number}"
-        quoted = shell_word(shown) if shown or not name else ""
+            visible = f"{key}=" if is_named else ""
+            name = key if is_named else flag or f"argument_{number}"
+        quoted = shell_word(visible) if visible or not name else ""
         line.append(quoted + (_required_variable(name) if name else ""))
-        before = word if word.startswith("-") and shown == word and _FLAG.fullmatch(word) else ""
+        flag = word if word.startswith("-") and visible == word and _FLAG.fullmatch(word) else ""
     return " ".join(line)
 
 
@@ -224,7 +224,7 @@ def shell_word(text: str) -> str:
     if not _UNPRINTABLE.search(text):
         return shlex.quote(text)
     text = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"$'{_UNPRINTABLE.sub(_as_bytes, text)}'"
+    return f"$'{_UNPRINTABLE.sub(_escape_bytes, text)}'"
 
 
 def redacted_command(words: Iterable[str]) -> str:
@@ -232,15 +232,15 @@ def redacted_command(words: Iterable[str]) -> str:
     return " ".join(map(shell_word, hide_secrets_in_words(words)))
 
 
-def _as_bytes(found: re.Match[str]) -> str:
+def _escape_bytes(match: re.Match[str]) -> str:
     """Return the escapes of a character's bytes; a surrogate stands for a byte of a file name."""
-    return "".join(f"\\x{byte:02x}" for byte in found[0].encode("utf-8", "surrogateescape"))
+    return "".join(f"\\x{byte:02x}" for byte in match[0].encode("utf-8", "surrogateescape"))
 
 
 def assignment(name: str, value: str, origin: str = "your command") -> str:
     """Return `NAME=value` for a shell, with `"${NAME:?as in ORIGIN}"` for a secret value."""
-    shown = f"{name}={value}"
-    is_open = hide_secrets(shown) == shown and not (value and is_secret(name, value))
+    text = f"{name}={value}"
+    is_open = hide_secrets(text) == text and not (value and is_secret(name, value))
     return f"{name}={shell_word(value) if is_open else _required_variable(name, origin)}"
 
 
@@ -255,7 +255,7 @@ def _has_secret(text: str) -> bool:
     return hide_secrets(text) != text
 
 
-def _named(words: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _split(words: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield each word without its secret, and the name that denotes the secret (or "")."""
     flag, count = "", 0
     for word in words:
@@ -280,10 +280,10 @@ def hide_secrets_in_values(value: Any, names: tuple[str, ...] = ()) -> Any:
         names: the keys on the path to the value; any of them may denote a secret.
     """
     if isinstance(value, Mapping):
-        named = value.get("name")  # `{"name": "HF_TOKEN", "value": "hf_..."}`
-        above = (*names, named) if isinstance(named, str) and "value" in value else names
+        label = value.get("name")  # `{"name": "HF_TOKEN", "value": "hf_..."}`
+        scope = (*names, label) if isinstance(label, str) and "value" in value else names
         return {
-            key: hide_secrets_in_values(inner, (*(above if key == "value" else names), str(key)))
+            key: hide_secrets_in_values(inner, (*(scope if key == "value" else names), str(key)))
             for key, inner in value.items()
         }
     if isinstance(value, (list, tuple)):
@@ -301,5 +301,5 @@ def hide_secrets_in_values(value: Any, names: tuple[str, ...] = ()) -> Any:
 def escape(text: str) -> str:
     """Return a text with its control characters escaped, so that terminals do not obey them."""
     return _UNPRINTABLE.sub(
-        lambda found: found[0].encode("unicode_escape", "surrogatepass").decode(), text
+        lambda match: match[0].encode("unicode_escape", "surrogatepass").decode(), text
     )

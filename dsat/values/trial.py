@@ -153,11 +153,11 @@ class Trial(KnownBefore, Recorded):
     @property
     def flags(self) -> dict[str, str]:
         """The script's flags that must also get a batch size, by DeepSpeed's key."""
-        found = {
+        flags = {
             "train_micro_batch_size_per_gpu": self.batch_flag,
             "gradient_accumulation_steps": self.accumulation_flag,
         }
-        return {key: flag for key, flag in found.items() if flag}
+        return {key: flag for key, flag in flags.items() if flag}
 
     @property
     def profiles(self) -> bool:

@@ -101,5 +101,5 @@ def read_strategy(config: Mapping[str, Any], stage: int | None = None) -> Strate
 
 
 def _device(zero: Mapping[str, Any], section: str) -> str:
-    given = zero.get(section)
-    return str(given.get("device") or NONE) if isinstance(given, Mapping) else NONE
+    offload = zero.get(section)
+    return str(offload.get("device") or NONE) if isinstance(offload, Mapping) else NONE

@@ -38,19 +38,19 @@ def end_processes(run: Path) -> list[int]:
     The caller must hold the run's lock, and must have ended the run's supervisors.
     """
     run = run.resolve()
-    ended: set[int] = set()
+    ended_pids: set[int] = set()
     for _ in range(_ROUNDS):
         processes = _own_processes()
-        found = {p.pid for p, variables in processes if variables.get(RUN_VARIABLE) == str(run)}
-        if not found:
+        pids = {p.pid for p, variables in processes if variables.get(RUN_VARIABLE) == str(run)}
+        if not pids:
             break
-        kill_all(found)
-        ended |= found
+        kill_all(pids)
+        ended_pids |= pids
         time.sleep(_PAUSE_S)
     unlink_shared_memory(run / _PORTS_FILE)
     with contextlib.suppress(OSError):  # the folder may have become read-only
         (run / _PORTS_FILE).unlink(missing_ok=True)
-    return sorted(ended)
+    return sorted(ended_pids)
 
 
 def kill_all(pids: Iterable[int]) -> None:
@@ -71,7 +71,7 @@ def owner_mark() -> dict[str, str]:
 
 def end_orphans() -> list[int]:
     """Kill this PID namespace's processes that a dead dsat process started; return their PIDs."""
-    ended = set()
+    ended_pids = set()
     for process, variables in _own_processes():
         with contextlib.suppress(psutil.Error, OSError, ValueError):
             place, owner, created = variables.get(OWNER_VARIABLE, "").rsplit(" ", 2)
@@ -79,8 +79,8 @@ def end_orphans() -> list[int]:
             is_here = place == _place_of(os.getpid()) == _place_of(process.pid)
             if is_here and not _is_process(int(owner), float(created)):
                 process.kill()
-                ended.add(process.pid)
-    return sorted(ended)
+                ended_pids.add(process.pid)
+    return sorted(ended_pids)
 
 
 def _is_process(pid: int, created_s: float) -> bool:
@@ -101,10 +101,10 @@ def _own_processes() -> Iterator[tuple[psutil.Process, Mapping[str, str]]]:
 
     Processes whose variables this user cannot read are left out.
     """
-    above = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
+    ancestors = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            if process.pid not in above and process.status() != psutil.STATUS_ZOMBIE:
+            if process.pid not in ancestors and process.status() != psutil.STATUS_ZOMBIE:
                 yield process, process.environ()
 
 
@@ -145,11 +145,11 @@ def choose_swap_folders(config: Mapping[str, Any], run: Path, trial: str) -> dic
     # The name must be unique: runs of two projects, or on two hosts, may have equal names.
     place = f"{socket.gethostname()}:{run.resolve()}"
     name = f"dsat-{hashlib.sha256(os.fsencode(place)).hexdigest()[:12]}-{trial}"
-    found = {
+    sections = {
         section: {**offload, "nvme_path": f"{offload.get('nvme_path', '/local_nvme')}/{name}"}
         for section, offload in _find_nvme_sections(config)
     }
-    return {"zero_optimization": found} if found else {}
+    return {"zero_optimization": sections} if sections else {}
 
 
 def swap_folders(config: Mapping[str, Any]) -> list[str]:
@@ -159,8 +159,8 @@ def swap_folders(config: Mapping[str, Any]) -> list[str]:
 
 def _find_nvme_sections(config: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     zero = config.get("zero_optimization") or {}
-    found = [(section, zero.get(section)) for section in _OFFLOADED]
-    return [(s, o) for s, o in found if isinstance(o, dict) and o.get("device") == "nvme"]
+    sections = [(section, zero.get(section)) for section in _OFFLOADED]
+    return [(s, o) for s, o in sections if isinstance(o, dict) and o.get("device") == "nvme"]
 
 
 # -- locks
@@ -223,6 +223,6 @@ def _is_open(path: Path) -> bool:
 
 def _extensions_folder(env: Mapping[str, str]) -> Path:
     """Return torch's folder for compiled operators (torch/utils/cpp_extension.py, _appdirs.py)."""
-    given = env.get("TORCH_EXTENSIONS_DIR")
+    folder = env.get("TORCH_EXTENSIONS_DIR")
     cache = env.get("XDG_CACHE_HOME", str(Path(env.get("HOME") or home()) / ".cache"))
-    return Path(given) if given else Path(cache) / "torch_extensions"
+    return Path(folder) if folder else Path(cache) / "torch_extensions"

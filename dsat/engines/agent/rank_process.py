@@ -68,8 +68,8 @@ def become_rank(
         os.chdir(request["cwd"])
         if rank["cores"]:
             os.sched_setaffinity(0, rank["cores"])
-        own = {RANK_VARIABLE: str(os.getpid())} if request["starts_ranks"] else {}
-        env = {**rank["env"], **own}
+        mark = {RANK_VARIABLE: str(os.getpid())} if request["starts_ranks"] else {}
+        env = {**rank["env"], **mark}
         if not request["fork"]:
             _execute(rank["command"], env)
         for name in set(os.environ) - set(env):
@@ -132,7 +132,7 @@ def _run_program(words: Sequence[str]) -> None:
         # Make `__file__` absolute, as Python does: a script may change its folder, or spawn itself.
         script = os.path.abspath(words[0])
         # Python finds modules beside the real file; if the script is a link, also look beside it.
-        beside = dict.fromkeys(map(os.path.dirname, (os.path.realpath(script), script)))
-        sys.path[:0] = list(beside)
+        folders = dict.fromkeys(map(os.path.dirname, (os.path.realpath(script), script)))
+        sys.path[:0] = list(folders)
         sys.argv = list(words)
         runpy.run_path(script, run_name="__main__")

@@ -185,11 +185,11 @@ class Supervisor:
             if group is not None:
                 self._end(group, request["grace_s"])
         elif op == "look":
-            found = {
+            answer = {
                 "digests": [digest(Path(file)) for file in request["files"]],
                 "is_folder": Path(request["folder"]).is_dir(),
             }
-            self._answer({"event": "look", **found, "pid": os.getpid()})
+            self._answer({"event": "look", **answer, "pid": os.getpid()})
         elif op == "ping":
             self._answer({"event": "pong"})
 
@@ -209,8 +209,8 @@ class Supervisor:
             leader = group.pids[0] if group.pids else 0
             pid = os.fork()
             if pid == 0:
-                inherited = [self._requests, self._answers, *self._pidfds()]
-                become_rank(request, rank, leader, own_pid, inherited)
+                descriptors = [self._requests, self._answers, *self._pidfds()]
+                become_rank(request, rank, leader, own_pid, descriptors)
             with contextlib.suppress(OSError):  # the child did it first, or is gone
                 os.setpgid(pid, leader or pid)
             group.pids.append(pid)
@@ -279,9 +279,9 @@ class Supervisor:
     def _kill(self, group: _Group, until: float = math.inf) -> None:
         group.killed_at = time.monotonic()
         group.killed_ranks = set(range(len(group.pids))) - group.statuses.keys()
-        killed = {group.pids[rank] for rank in group.killed_ranks}
-        group.descendants |= _descendants(killed)
-        leftovers.kill_all(killed)
+        pids = {group.pids[rank] for rank in group.killed_ranks}
+        group.descendants |= _descendants(pids)
+        leftovers.kill_all(pids)
         _kill_until_gone(lambda: group.descendants | self._strays(group), until)
 
     def _strays(self, ended: _Group) -> set[int]:
@@ -289,20 +289,22 @@ class Supervisor:
         ranks = {pid for group in (ended, *self._groups.values()) for pid in group.pids}
         strays = _descendants([os.getpid()], recursive=False) - ranks - self._helpers
         if self._groups:  # other trials may have left orphans, too
-            strays = {pid for pid in strays if _started_by(pid, ended.folder)}
+            strays = {pid for pid in strays if _is_of_trial(pid, ended.folder)}
         return strays | _descendants(strays)
 
 
 def _descendants(pids: Iterable[int], *, recursive: bool = True) -> set[int]:
     """Return descendants of processes, in any process group; only children unless `recursive`."""
-    found: set[int] = set()
+    descendants: set[int] = set()
     for pid in pids:
         with contextlib.suppress(psutil.Error):
-            found |= {child.pid for child in psutil.Process(pid).children(recursive=recursive)}
-    return found
+            descendants |= {
+                child.pid for child in psutil.Process(pid).children(recursive=recursive)
+            }
+    return descendants
 
 
-def _started_by(pid: int, folder: str) -> bool:
+def _is_of_trial(pid: int, folder: str) -> bool:
     """Return whether a process belongs to a trial, by its environment or its output files."""
     try:
         if psutil.Process(pid).environ().get(TRIAL_VARIABLE) == folder:
@@ -328,15 +330,15 @@ def _kill_until_gone(find: Callable[[], set[int]], until: float = math.inf) -> N
     repeatedly, because some processes become orphans only when others end.
     """
     tracked_until = min(until, time.monotonic() + _TRACKED_WITHIN_S)
-    deadline, left = time.monotonic() + _GONE_WITHIN_S, set[int]()
-    while left := {pid for pid in left | find() if not _is_gone(pid)}:
+    deadline, pids = time.monotonic() + _GONE_WITHIN_S, set[int]()
+    while pids := {pid for pid in pids | find() if not _is_gone(pid)}:
         now = time.monotonic()
-        others = {pid for pid in left if now >= tracked_until or not _is_tracker(pid)}
-        if not others:
+        targets = {pid for pid in pids if now >= tracked_until or not _is_tracker(pid)}
+        if not targets:
             deadline = now + _GONE_WITHIN_S
         elif now >= deadline:
             return
-        leftovers.kill_all(others)
+        leftovers.kill_all(targets)
         time.sleep(0.005)
 
 

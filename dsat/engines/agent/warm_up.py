@@ -56,15 +56,15 @@ def warm_up(modules: Sequence[str], device: Mapping[str, str]) -> str:
             importlib.import_module(name)
         except (Exception, SystemExit) as error:  # a user's library may do anything
             sys.stderr.write(f"{name} cannot be imported in advance: {error!r}\n")
-        before, count = count, _num_threads()
-        natives += [name] if count > before else []
+        previous, count = count, _num_threads()
+        natives += [name] if count > previous else []
     python_class.start = start
     reason = ""
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
         reason = "an import initialised CUDA"
     elif not _threads_end(threads_before):
-        found = [module for thread, module in starters.items() if thread.is_alive()]
-        names = filter(None, found or natives)
+        live_modules = [module for thread, module in starters.items() if thread.is_alive()]
+        names = filter(None, live_modules or natives)
         reason = _STARTED_THREADS.format(modules=", ".join(dict.fromkeys(names)) or "a library")
     else:
         reason = _check_fork_safe(os.environ.get("DS_ACCELERATOR", "cpu"), device)

@@ -54,25 +54,27 @@ def _inspect() -> Machine:
     variables = _visible_devices_variables(accelerator)
     count = accelerator.device_count()
     ids = find_chosen_devices(variables)[:count] or [str(index) for index in range(count)]
-    found, broken = [], []
+    devices, broken = [], []
     for index, device in enumerate(ids):
         try:
-            found.append(_Device.of(accelerator, index, device))
+            devices.append(_Device.of(accelerator, index, device))
         except RuntimeError as error:
             broken.append(f"{name} {device} does not answer: {str(error).splitlines()[0]}")
-    if not found:
+    if not devices:
         raise SystemExit("; ".join(broken) or f"there is no {name} device")
     # Devices that the user chose are used even if they are busy.
-    named = find_chosen_devices(variables) or find_chosen_devices([NAMED])
-    idle = [each for each in found if not each.is_busy or each.device in named] or found
-    used = {device.device: device.describe_use(name) for device in found if device.is_busy}
-    kept = [device.device for device in idle]
+    selection = find_chosen_devices(variables) or find_chosen_devices([NAMED])
+    idle = [
+        device for device in devices if not device.is_busy or device.device in selection
+    ] or devices
+    uses = {device.device: device.describe_use(name) for device in devices if device.is_busy}
+    idle_ids = [device.device for device in idle]
     threads = len(host_limits.usable_cores())
-    few = f"{len(kept)} devices share only {threads} hardware threads, which slows trials down"
+    few = f"{len(idle_ids)} devices share only {threads} hardware threads, which slows trials down"
     return Machine(
         accelerator=name,
         device_name=", ".join(dict.fromkeys(device.name for device in idle)),
-        devices=tuple(kept),
+        devices=tuple(idle_ids),
         visible_devices=tuple(variables),
         memory_bytes=min(device.total_bytes for device in idle),
         device_memory_bytes=tuple(device.total_bytes for device in idle),
@@ -80,16 +82,20 @@ def _inspect() -> Machine:
         expandable_segments=name == "cuda" and has_nvml(),
         left_out=(
             *broken,
-            *(_invisible(name, device) for device in find_chosen_devices(variables)[len(ids) :]),
-            *(f"{text}, so it is not used" for device, text in used.items() if device not in kept),
+            *(_explain(name, device) for device in find_chosen_devices(variables)[len(ids) :]),
+            *(
+                f"{text}, so it is not used"
+                for device, text in uses.items()
+                if device not in idle_ids
+            ),
         ),
         warnings=(
             *(
                 f"{text}: trials there may run out of memory"
-                for device, text in used.items()
-                if device in kept
+                for device, text in uses.items()
+                if device in idle_ids
             ),
-            *([few] if threads < len(kept) else []),
+            *([few] if threads < len(idle_ids) else []),
         ),
         software=_software(),
         cores=tuple(physical_cores()),
@@ -113,36 +119,36 @@ class _Device:
     @classmethod
     def of(cls, accelerator: Any, index: int, device: str) -> _Device:
         """Inspect a device; raise RuntimeError if it does not answer."""
-        total, taken, name = int(accelerator.total_memory(index)), 0, accelerator.device_name()
+        total, used_bytes, name = int(accelerator.total_memory(index)), 0, accelerator.device_name()
         if name == "cuda":
             import torch
 
             name = torch.cuda.get_device_name(index)
             free, total = torch.cuda.mem_get_info(index)
             uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-            taken = json.loads(os.environ.get(_IN_USE, "{}")).get(f"GPU-{uuid}", total - free)
-        return cls(device, name, total, taken)
+            used_bytes = json.loads(os.environ.get(_IN_USE, "{}")).get(f"GPU-{uuid}", total - free)
+        return cls(device, name, total, used_bytes)
 
     @property
     def is_busy(self) -> bool:
         return self.taken_bytes > max(_BUSY_FRACTION * self.total_bytes, _BUSY_BYTES)
 
     def describe_use(self, accelerator: str) -> str:
-        taken, total = fmt.memory(self.taken_bytes), fmt.memory(self.total_bytes, whole=True)
-        return f"{accelerator} {self.device} is in use by other programs ({taken} of {total})"
+        used, total = fmt.memory(self.taken_bytes), fmt.memory(self.total_bytes, whole=True)
+        return f"{accelerator} {self.device} is in use by other programs ({used} of {total})"
 
 
 def variables_of_memory_in_use() -> dict[str, str]:
     """Return an environment variable with the memory in use on NVIDIA devices; empty if unknown."""
     try:
-        told = subprocess.run(  # noqa: S603
+        output = subprocess.run(  # noqa: S603
             _USED_MEMORY, capture_output=True, text=True, check=True, timeout=_ANSWER_LIMIT_S
         ).stdout
     except (OSError, subprocess.SubprocessError):  # no device, no driver, or no answer
         return {}
-    rows = [line.split(", ") for line in told.splitlines()]
-    found = {row[0]: int(row[1]) * 2**20 for row in rows if row[-1].isdecimal()}
-    return {_IN_USE: json.dumps(found)}
+    rows = [line.split(", ") for line in output.splitlines()]
+    used_bytes = {row[0]: int(row[1]) * 2**20 for row in rows if row[-1].isdecimal()}
+    return {_IN_USE: json.dumps(used_bytes)}
 
 
 def has_nvml() -> bool:
@@ -159,13 +165,15 @@ def find_chosen_devices(
 ) -> list[str]:
     """Return the devices that the user's environment selects; empty without a selection."""
     for variable in variables:
-        chosen = [part.strip() for part in environment.get(variable, "").split(",") if part.strip()]
-        if chosen:
-            return chosen
+        devices = [
+            part.strip() for part in environment.get(variable, "").split(",") if part.strip()
+        ]
+        if devices:
+            return devices
     return []
 
 
-def _invisible(accelerator: str, device: str) -> str:
+def _explain(accelerator: str, device: str) -> str:
     """Return a message that explains why the driver does not show a device that the user chose."""
     if device.startswith("MIG-"):
         return f"{accelerator} {device} is not used: CUDA gives a process only one MIG device"
@@ -176,10 +184,10 @@ def _visible_devices_variables(accelerator: Any) -> list[str]:
     import torch
 
     names = getattr(accelerator, "visible_devices_envs", None)
-    found = list(names()) if names is not None else ["CUDA_VISIBLE_DEVICES"]
+    variables = list(names()) if names is not None else ["CUDA_VISIBLE_DEVICES"]
     # ROCm reads HIP_VISIBLE_DEVICES first: if the user has set it, trials must set it, too.
     hip = [name for name in ("HIP_VISIBLE_DEVICES",) if name in os.environ]
-    return [*hip, *found] if torch.version.hip else [*found, *hip]
+    return [*hip, *variables] if torch.version.hip else [*variables, *hip]
 
 
 def look() -> None:

@@ -115,34 +115,34 @@ class Machine(Recorded):
         names = dict(enumerate(self.devices))
         return self.only([names.get(n, str(n)) for n in positions], ())
 
-    def only(self, wanted: Sequence[str], without: Sequence[str]) -> Machine:
+    def only(self, include: Sequence[str], exclude: Sequence[str]) -> Machine:
         """Return the machine with only some of its devices.
 
         Args:
-            wanted: devices to keep; empty for all.
-            without: devices to leave out.
+            include: devices to keep; empty for all.
+            exclude: devices to leave out.
 
         Raises:
-            UserInputError: a wanted device does not exist, or no device is left.
+            UserInputError: a device of `include` does not exist, or no device is left.
         """
-        missing = [device for device in wanted if device not in self.devices]
-        kept = [device for device in wanted or self.devices if device not in without]
-        if missing:
-            problem = f"there is no device {missing[0]}: this machine has {self.describe()}"
+        unknown = [device for device in include if device not in self.devices]
+        devices = [device for device in include or self.devices if device not in exclude]
+        if unknown:
+            problem = f"there is no device {unknown[0]}: this machine has {self.describe()}"
             raise UserInputError(problem, where="entrypoint")
-        if not kept:
+        if not devices:
             raise UserInputError(
                 "excludes every device of this machine",
                 where="entrypoint",
                 hint="Change --include or --exclude.",
             )
-        at = [self.devices.index(device) for device in kept]
-        sizes = tuple(self.device_memory_bytes[n] for n in at if self.device_memory_bytes)
-        names = tuple(self.device_names[n] for n in at if self.device_names)
+        positions = [self.devices.index(device) for device in devices]
+        sizes = tuple(self.device_memory_bytes[n] for n in positions if self.device_memory_bytes)
+        names = tuple(self.device_names[n] for n in positions if self.device_names)
         return replace(
             self,
             device_name=", ".join(dict.fromkeys(names)) or self.device_name,
-            devices=tuple(kept),
+            devices=tuple(devices),
             memory_bytes=min(sizes, default=self.memory_bytes),
             device_memory_bytes=sizes,
             device_names=names,
@@ -150,15 +150,15 @@ class Machine(Recorded):
 
     def devices_by_kind(self) -> dict[str, list[str]]:
         """Return the devices by kind (name and memory); empty on a CPU."""
-        found: dict[str, list[str]] = {}
+        by_kind: dict[str, list[str]] = {}
         first: list[tuple[str, int]] = []  # of each kind
         kinds = zip(self.devices, self.device_names, self.device_memory_bytes, strict=False)
         for device, name, size in kinds:
-            alike = [one for one in first if one[0] == name and are_close(one[1], size)]
+            alike = [entry for entry in first if entry[0] == name and are_close(entry[1], size)]
             first += [] if alike else [(name, size)]
             kind, memory = alike[0] if alike else (name, size)
-            found.setdefault(f"{kind} ({fmt.memory(memory, whole=True)})", []).append(device)
-        return found
+            by_kind.setdefault(f"{kind} ({fmt.memory(memory, whole=True)})", []).append(device)
+        return by_kind
 
     def describe(self) -> str:
         kind = _KINDS.get(self.accelerator, f"{self.accelerator} device")
@@ -192,9 +192,9 @@ def has_no_accelerator() -> bool:
     (deepspeed 0.19.8: accelerator/real_accelerator.py). If any exists, only torch and DeepSpeed can
     tell.
     """
-    chosen = os.environ.get("DS_ACCELERATOR")
-    if chosen:
-        return chosen == "cpu"
+    setting = os.environ.get("DS_ACCELERATOR")
+    if setting:
+        return setting == "cpu"
     return (
         not any(glob.glob(pattern) for pattern in _DEVICE_FILES)
         and not any(importlib.util.find_spec(package) for package in _PACKAGES)
@@ -225,14 +225,14 @@ def find_machines(
     command = [sys.executable, "-m", "dsat.engines.machines.accelerators"]
     deadline = time.monotonic() + _FIND_LIMIT_S
     with contextlib.ExitStack() as stack:
-        begun = []
+        inspections = []
         for name, reach in reaches.items():
             errors = stack.enter_context(tempfile.TemporaryFile())
             process: Any = spawn(reach, command, variables, errors)
             stack.callback(_end, process)
             process.stdin.close()
-            begun.append((name, process, errors))
-        return [_read_machine(*each, deadline) for each in begun]
+            inspections.append((name, process, errors))
+        return [_read_machine(*inspection, deadline) for inspection in inspections]
 
 
 def _read_machine(name: str, process: Any, errors: IO[bytes], deadline: float) -> Machine:
@@ -244,8 +244,8 @@ def _read_machine(name: str, process: Any, errors: IO[bytes], deadline: float) -
             if line.startswith(MARK):
                 return Machine.from_json(json.loads(line[len(MARK) :]))
         errors.seek(0)
-        said = errors.read().decode(errors="replace").strip().splitlines()
-        lines = said or [f"exit status {process.returncode}"]
+        error_lines = errors.read().decode(errors="replace").strip().splitlines()
+        lines = error_lines or [f"exit status {process.returncode}"]
         # torch prints advice after the line with the exception.
         problem = ([line for line in lines if _EXCEPTION.match(line)] or lines)[-1]
     raise EngineError(
@@ -292,6 +292,6 @@ def physical_cores() -> list[int]:
 
 def _processor_name() -> str:
     with contextlib.suppress(OSError):
-        found = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
-        return found[1].strip() if found else "CPU"
+        match = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
+        return match[1].strip() if match else "CPU"
     return "CPU"

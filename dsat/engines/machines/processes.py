@@ -18,13 +18,13 @@ _LOST = 255  # exit status of a command whose host is lost
 _KILLED_WITHIN_S = 5.0
 
 
-def variables_with_dsat(own: Mapping[str, str]) -> dict[str, str]:
+def variables_with_dsat(variables: Mapping[str, str]) -> dict[str, str]:
     """Return environment variables for a Python process that imports dsat.
 
-    They are this process's, updated with `own`. The Python process does not import modules
+    They are this process's, updated with `variables`. The Python process does not import modules
     of its current folder.
     """
-    env = {**os.environ, **own}
+    env = {**os.environ, **variables}
     path = [*filter(None, [env.get("PYTHONPATH")]), str(Path(__file__).resolve().parents[3])]
     return {**env, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
 
@@ -58,9 +58,9 @@ class RemoteProcess:
         self._call = call
         self._number = call("spawn", list(command), os.getcwd(), env)
         self._errors = os.dup(errors.fileno())
-        requests, to_it = os.pipe()
-        from_it, answers = os.pipe()
-        self.stdin, self.stdout = os.fdopen(to_it, "wb", 0), os.fdopen(from_it, "rb")
+        requests, stdin_fd = os.pipe()
+        stdout_fd, answers = os.pipe()
+        self.stdin, self.stdout = os.fdopen(stdin_fd, "wb", 0), os.fdopen(stdout_fd, "rb")
         self._reader = threading.Thread(target=self._relay_output, args=(answers,), daemon=True)
         self._reader.start()
         threading.Thread(target=self._relay_input, args=(requests,), daemon=True).start()

@@ -26,7 +26,7 @@ ENGINE_NAMES = (AUTO, *PROVIDERS, "determined")
 
 def options() -> list[Option]:
     """Return the options of all places."""
-    return [own for provider in PROVIDERS.values() for own in provider.options]
+    return [option for provider in PROVIDERS.values() for option in provider.options]
 
 
 def given_options(values: Mapping[str, Any], engine: str) -> dict[str, Any]:
@@ -35,13 +35,13 @@ def given_options(values: Mapping[str, Any], engine: str) -> dict[str, Any]:
     Raises:
         UserInputError: an option does not belong to the place that `engine` names.
     """
-    given = [own for own in options() if values.get(own.keyword) is not None]
+    user_options = [option for option in options() if values.get(option.keyword) is not None]
     own_options = PROVIDERS[engine].options if engine in PROVIDERS else ()
-    for own in given:
-        if own not in own_options:
-            fitting = [name for name, provider in PROVIDERS.items() if own in provider.options]
-            raise UserInputError(f"{own.flags[-1]} goes with --engine {' or '.join(fitting)}")
-    return {own.keyword: values[own.keyword] for own in given}
+    for option in user_options:
+        if option not in own_options:
+            fitting = [name for name, provider in PROVIDERS.items() if option in provider.options]
+            raise UserInputError(f"{option.flags[-1]} goes with --engine {' or '.join(fitting)}")
+    return {option.keyword: values[option.keyword] for option in user_options}
 
 
 def detect(environment: Environment) -> str:

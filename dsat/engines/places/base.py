@@ -48,4 +48,4 @@ def place_option(flag: str, help: str, **attributes: Any) -> Option:
 def inspect_machines(hosts: Sequence[Host]) -> list[Host]:
     """Inspect the devices of hosts in parallel; return the hosts with their `machine` set."""
     machines = find_machines({host.name: host.reach for host in hosts})
-    return [replace(host, machine=each) for host, each in zip(hosts, machines, strict=True)]
+    return [replace(host, machine=machine) for host, machine in zip(hosts, machines, strict=True)]

@@ -49,13 +49,13 @@ def detect(environment: Environment) -> bool:
 @contextlib.contextmanager
 def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list[Host]]:
     """Reserve equal parts of a cluster's nodes: those that the user requests, or the freest."""
-    wanted = given.get("gpus_per_node")
-    kind, slots = parse_slots(wanted) if wanted else ("", None)
+    gpus_per_node = given.get("gpus_per_node")
+    kind, slots = parse_slots(gpus_per_node) if gpus_per_node else ("", None)
     address = given.get("ray_address")
-    used = address or environment.variables.get("RAY_ADDRESS", "")
-    if used.startswith("ray://"):
+    target = address or environment.variables.get("RAY_ADDRESS", "")
+    if target.startswith("ray://"):
         raise UserInputError(
-            f"{used} is an address for Ray Client, but dsat must run inside the cluster",
+            f"{target} is an address for Ray Client, but dsat must run inside the cluster",
             where=_ENGINE,
             hint="Start dsat on a node of the cluster, or with ray job submit -- python3 -m dsat",
         )
@@ -136,9 +136,9 @@ def _start_actors(parts: Parts, group: Any) -> list[Host]:
 
     ray.cloudpickle.register_pickle_by_value(ray_node)  # so that nodes can load it without dsat
     here = ray.get_runtime_context().get_node_id()
-    known = {node["NodeID"]: node for node in ray.nodes()}
+    by_id = {node["NodeID"]: node for node in ray.nodes()}
     ids = placement_group_table(group)["bundles_to_node_id"]
-    names = {index: known[node_id]["NodeManagerHostname"] for index, node_id in ids.items()}
+    names = {index: by_id[node_id]["NodeManagerHostname"] for index, node_id in ids.items()}
     times = Counter(names.values())
     amounts = dict(parts.bundle)
     num_cpus, num_gpus = amounts.pop("CPU", 0), amounts.pop("GPU", 0)
@@ -156,7 +156,7 @@ def _start_actors(parts: Parts, group: Any) -> list[Host]:
         hosts.append(
             Host(
                 name=name if times[name] == 1 else f"{name}-{node_id[:6]}",
-                address=known[node_id]["NodeManagerAddress"],
+                address=by_id[node_id]["NodeManagerAddress"],
                 is_here=node_id == here,
                 reach=lambda method, *args, actor=actor: ray.get(
                     getattr(actor, method).remote(*args)

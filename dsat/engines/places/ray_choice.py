@@ -20,8 +20,8 @@ class NodeResources(NamedTuple):
 
     @property
     def kind(self) -> str:
-        named = [name for name in self.total if name.startswith(_KIND)]
-        return "".join(named[:1]).removeprefix(_KIND)
+        names = [name for name in self.total if name.startswith(_KIND)]
+        return "".join(names[:1]).removeprefix(_KIND)
 
 
 class Parts(NamedTuple):
@@ -73,8 +73,10 @@ def choose(
             set, too, the parts need not be free, because an autoscaler may add nodes.
         kind: kind of accelerator; empty for the kind of the freest node.
     """
-    there = [name for name in _ACCELERATORS if any(node.total.get(name, 0) >= 1 for node in nodes)]
-    accelerator = there[0] if there else "" if slots is None else _ACCELERATORS[0]
+    accelerators = [
+        name for name in _ACCELERATORS if any(node.total.get(name, 0) >= 1 for node in nodes)
+    ]
+    accelerator = accelerators[0] if accelerators else "" if slots is None else _ACCELERATORS[0]
     resource = accelerator or _CPU
     if count is not None and slots is not None:
         return Parts(count, accelerator, slots, slots, kind)

@@ -52,9 +52,9 @@ class NodeActor:
 
     def spawn(self, command: Sequence[str], cwd: str, env: Mapping[str, str]) -> int:
         """Start a command; return its number. Ignore variables in `env` that select devices."""
-        others = {name: value for name, value in env.items() if name not in _OF_DEVICES}
+        base_env = {name: value for name, value in env.items() if name not in _OF_DEVICES}
         pipe, errors = subprocess.PIPE, tempfile.TemporaryFile()  # noqa: SIM115
-        words, variables = [*_AS_GRANDCHILD, cwd, *command], {**others, **self._env}
+        words, variables = [*_AS_GRANDCHILD, cwd, *command], {**base_env, **self._env}
         process = subprocess.Popen(  # noqa: S603
             words, stdin=pipe, stdout=pipe, stderr=errors, bufsize=0, env=variables
         )

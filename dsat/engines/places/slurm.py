@@ -120,16 +120,16 @@ class Allocation:
             EngineError: a command of Slurm is missing or fails, or the job is not running.
         """
         names = _ask("scontrol", "show", "hostnames", self.nodes).split()
-        described = _ask("scontrol", "--oneliner", "show", "node", self.nodes)
-        addresses = dict(re.findall(r"^NodeName=(\S+) .*?\bNodeAddr=(\S+)", described, re.M))
-        cpus = _expanded(self.cpus)
+        details = _ask("scontrol", "--oneliner", "show", "node", self.nodes)
+        addresses = dict(re.findall(r"^NodeName=(\S+) .*?\bNodeAddr=(\S+)", details, re.M))
+        cpus = _expand_counts(self.cpus)
         if len(cpus) != len(names):
             raise EngineError(
                 f"Slurm lists {fmt.count(len(names), 'node')} ({self.nodes}), but processors for "
                 f"{len(cpus)} ({self.cpus})"
             )
         gres = self._gres()
-        found = [
+        hosts = [
             Host(
                 name=name,
                 reach=self._prefix(name, n, gres),
@@ -138,7 +138,7 @@ class Allocation:
             )
             for name, n in zip(names, cpus, strict=True)
         ]
-        return sorted(found, key=lambda node: not node.is_here)
+        return sorted(hosts, key=lambda node: not node.is_here)
 
     def _gres(self) -> dict[str, str]:
         """Return the job's devices on each node, such as gpu:a100:2."""
@@ -150,11 +150,11 @@ class Allocation:
         state = re.search(rf"^JobId={self.job} .*?\bJobState=(\w+)", details, re.MULTILINE)
         if state is not None and state[1] != "RUNNING":
             raise EngineError(f"Slurm job {self.job} (SLURM_JOB_ID) is {state[1]}: {hint}")
-        found = {}
+        gres = {}
         for nodes, devices in re.findall(r"\bNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)", details):
             for name in _ask("scontrol", "show", "hostnames", nodes).split():
-                found[name] = re.sub(r"\([^)]*\)", "", devices)
-        return found
+                gres[name] = re.sub(r"\([^)]*\)", "", devices)
+        return gres
 
     def _prefix(self, node: str, cpus: int, gres: Mapping[str, str]) -> tuple[str, ...]:
         """Return the words that start a step with all of the job's resources on a node.
@@ -203,13 +203,13 @@ def _ask(*command: str) -> str:
         raise EngineError(f"{name} gave no answer within {_ANSWER_LIMIT_S:g} s") from None
     except subprocess.CalledProcessError as error:
         lines = [re.sub(rf"^{name}: (error: )?", "", line) for line in error.stderr.splitlines()]
-        said = "; ".join(filter(None, map(str.strip, lines)))
-        raise EngineError(f"{name}: {said or f'exit status {error.returncode}'}") from None
+        message = "; ".join(filter(None, map(str.strip, lines)))
+        raise EngineError(f"{name}: {message or f'exit status {error.returncode}'}") from None
 
 
-def _expanded(cpus: str) -> list[int]:
+def _expand_counts(cpus: str) -> list[int]:
     """Expand Slurm's short form of one number per node: "32(x2),16" means [32, 32, 16]."""
-    found = []
+    counts = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", cpus):
-        found += [int(count)] * int(times or 1)
-    return found
+        counts += [int(count)] * int(times or 1)
+    return counts

@@ -49,10 +49,10 @@ def acquire(environment: Environment, given: Mapping[str, Any]) -> Iterator[list
     _log.info("tuning on the machines of the hostfile, %s", ", ".join(positions))
     hosts = inspect_machines(reach(list(positions), launch.ssh_port))
     for host in hosts:
-        chosen = positions[host.name]
-        if chosen and max(chosen) >= host.machine.num_slots:
+        devices = positions[host.name]
+        if devices and max(devices) >= host.machine.num_slots:
             raise UserInputError(
-                f"chooses devices {', '.join(map(str, chosen))} of host {host.name}, but it has "
+                f"chooses devices {', '.join(map(str, devices))} of host {host.name}, but it has "
                 f"{host.machine.describe()}",
                 where="--hostfile",
             )
@@ -77,41 +77,46 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
     """
     if shutil.which("ssh") is None:
         raise UserInputError("needs ssh, which is not installed", where="--hostfile")
-    ways = {name: _way_to(name, port) for name in names}
+    ways = {name: _find_address(name, port) for name in names}
     interfaces = psutil.net_if_addrs().values()
-    ours = {each.address for interface in interfaces for each in interface}
-    own = socket.gethostname()  # /etc/hosts may give it the address 127.0.1.1
+    local_addresses = {entry.address for interface in interfaces for entry in interface}
+    host_name = socket.gethostname()  # /etc/hosts may give it the address 127.0.1.1
     here = [
         name
         for name, (address, is_direct) in ways.items()
-        if name in (own, own.partition(".")[0]) or (is_direct and address in ours)
+        if name in (host_name, host_name.partition(".")[0])
+        or (is_direct and address in local_addresses)
     ]
-    by_ssh = {name: ssh_to(name, port) for name in names if name not in here}
-    found = _identify_all({"": ["sh", "-c"], **by_ssh})
-    here += [name for name in by_ssh if ways[name][0] in ours and found[name] == found[""]]
+    commands = {name: ssh_to(name, port) for name in names if name not in here}
+    identities = _identify_all({"": ["sh", "-c"], **commands})
+    here += [
+        name
+        for name in commands
+        if ways[name][0] in local_addresses and identities[name] == identities[""]
+    ]
     if len(here) > 1:
         raise UserInputError(
             f"lists this machine twice: {', '.join(here)}",
             where="--hostfile",
             hint="Keep one of these names.",
         )
-    others = {name: address for name, (address, _) in ways.items() if name not in here}
-    for name, address in others.items():
-        if address in ours and len(names) > 1:
+    remote = {name: address for name, (address, _) in ways.items() if name not in here}
+    for name, address in remote.items():
+        if address in local_addresses and len(names) > 1:
             raise UserInputError(
                 f"ssh reaches host {name} at {address}, an address of this machine, so other hosts "
                 f"cannot find {name}",
                 where="--hostfile",
                 hint="Set its own address as HostName in ~/.ssh/config, with ProxyJump if needed.",
             )
-    own_address = next(filter(None, map(loopback.own_address, others.values())), own)
+    own_address = next(filter(None, map(loopback.own_address, remote.values())), host_name)
     options = [] if port is None else ["--port", str(port)]
     run = (sys.executable, "-m", "dsat.engines.places.ssh_run", *options)
     return [
         *(Host(name=name, address=own_address) for name in here),
         *(
             Host(name=name, reach=(*run, name), address=address, is_here=False)
-            for name, address in others.items()
+            for name, address in remote.items()
         ),
     ]
 
@@ -122,7 +127,7 @@ def _identify_all(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]
     Raises:
         UserInputError: a host does not answer, or ssh needs a password.
     """
-    asked = {
+    processes = {
         name: subprocess.Popen(  # noqa: S603
             [*prefix, _IDENTIFY],
             stdin=subprocess.DEVNULL,
@@ -133,13 +138,15 @@ def _identify_all(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]
         )
         for name, prefix in prefixes.items()
     }
-    with ThreadPoolExecutor(len(asked)) as pool:
-        answers = {name: pool.submit(_identify, name, each) for name, each in asked.items()}
+    with ThreadPoolExecutor(len(processes)) as pool:
+        answers = {
+            name: pool.submit(_identify, name, process) for name, process in processes.items()
+        }
         try:
             for answer in as_completed(answers.values()):
                 answer.result()
         finally:  # after a refusal, the others may wait for long
-            for process in asked.values():
+            for process in processes.values():
                 process.kill()
     return {name: answer.result() for name, answer in answers.items()}
 
@@ -147,28 +154,28 @@ def _identify_all(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]
 def _identify(name: str, process: subprocess.Popen[str]) -> list[str]:
     errors = f"no answer within {_REACH_LIMIT_S:g} s"
     with contextlib.suppress(subprocess.TimeoutExpired):
-        found, errors = process.communicate(timeout=_REACH_LIMIT_S)
+        output, errors = process.communicate(timeout=_REACH_LIMIT_S)
         if process.returncode == 0:
-            return found.split()[-2:]  # a login shell may print other words before
-    why = (errors.strip().splitlines() or ["it printed nothing"])[-1].strip().rstrip(".")
+            return output.split()[-2:]  # a login shell may print other words before
+    reason = (errors.strip().splitlines() or ["it printed nothing"])[-1].strip().rstrip(".")
     command = shlex.join(["ssh", "-o", "BatchMode=yes", name, "true"])
     keys = ": accept the host's key, and run ssh-copy-id"
-    is_refused = any(refusal in why for refusal in _REFUSALS)
+    is_refused = any(refusal in reason for refusal in _REFUSALS)
     raise UserInputError(
-        f"ssh cannot log in to host {name} without a prompt: {why}",
+        f"ssh cannot log in to host {name} without a prompt: {reason}",
         where="--hostfile",
         hint=f"`{command}` must work{keys if is_refused else ''}.",
     )
 
 
-def _way_to(name: str, port: int | None) -> tuple[str, bool]:
+def _find_address(name: str, port: int | None) -> tuple[str, bool]:
     """Return the address that ssh uses for a host, and whether it surely belongs to the host.
 
     If ssh uses a proxy, or a port other than 22, which may be forwarded, the address may belong to
     another host. If this machine cannot resolve the name, the address is the name.
     """
     try:
-        configured = subprocess.run(  # noqa: S603
+        output = subprocess.run(  # noqa: S603
             ["ssh", "-G", *([] if port is None else ["-p", str(port)]), "--", name],  # noqa: S607
             capture_output=True,
             text=True,
@@ -176,11 +183,11 @@ def _way_to(name: str, port: int | None) -> tuple[str, bool]:
             timeout=_REACH_LIMIT_S,
         ).stdout
     except (subprocess.SubprocessError, OSError) as error:
-        why = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
+        reason = error.stderr.strip() if isinstance(error, subprocess.CalledProcessError) else error
         raise EngineError(
-            f"`ssh -G {name}`, which shows how to reach the host, failed: {why}"
+            f"`ssh -G {name}`, which shows how to reach the host, failed: {reason}"
         ) from None
-    options = dict(line.split(maxsplit=1) for line in configured.splitlines() if " " in line)
+    options = dict(line.split(maxsplit=1) for line in output.splitlines() if " " in line)
     host = options.get("hostname", name)
     is_direct = options.get("port") in (None, "22") and not _PROXIES & options.keys()
     try:

@@ -26,14 +26,14 @@ def initialize(call: Call) -> Any:
         return call.proceed()
     if trial.phase is Phase.PREPARING:
         trial.phase = Phase.MEASURING
-    for before in trial.calls.before_engine:
-        before(bound.arguments)
+    for hook in trial.calls.before_engine:
+        hook(bound.arguments)
     if trial.calls.make_engine is None:
         result = call.proceed_with(*bound.args, **bound.kwargs)
     else:
         result = trial.calls.make_engine(call.function, *bound.args, **bound.kwargs)
-    for after in trial.calls.after_engine:
-        after(result[0])
+    for hook in trial.calls.after_engine:
+        hook(result[0])
     return result
 
 

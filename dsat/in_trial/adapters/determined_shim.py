@@ -103,7 +103,7 @@ _CONFIG_DEFAULTS: dict[str, Any] = {
 
 def init(call: Call) -> Any:
     """Return a context that needs no master: reports and checkpoints go to the trial's folder."""
-    task, folder, given = call.trial.task, call.trial.folder, call.kwargs
+    task, folder, kwargs = call.trial.task, call.trial.folder, call.kwargs
     if task is None:
         return call.proceed()
     _check_version()
@@ -116,12 +116,12 @@ def init(call: Call) -> Any:
         def get_configured_units(self) -> Any:
             return core._parse_searcher_units(dict(task.experiment_config))
 
-    if given.get("distributed") is None and task.slots > 1:
+    if kwargs.get("distributed") is None and task.slots > 1:
         raise ValueError("you must provide a valid DistributedContext for a multi-slot task")
     context = _context._dummy_init(
-        distributed=given.get("distributed"),
-        checkpoint_storage=given.get("checkpoint_storage") or str(folder / "checkpoints"),
-        preempt_mode=given.get("preempt_mode") or core.PreemptMode.WorkersAskChief,
+        distributed=kwargs.get("distributed"),
+        checkpoint_storage=kwargs.get("checkpoint_storage") or str(folder / "checkpoints"),
+        preempt_mode=kwargs.get("preempt_mode") or core.PreemptMode.WorkersAskChief,
     )
     is_chief = context.distributed.rank == 0
     reports = folder / "reports.jsonl" if is_chief else Path(os.devnull)

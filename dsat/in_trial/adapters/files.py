@@ -90,10 +90,10 @@ def open_file(call: Call) -> Any:
     path, mode = call.argument("file", 0), call.argument("mode", 1) or "r"
     if isinstance(path, int) or not isinstance(mode, str):
         return call.proceed()
-    found = call.trial.files.instead_of(path, mode)
-    if found is path:
+    target = call.trial.files.instead_of(path, mode)
+    if target is path:
         return call.proceed()
-    call = call.replace("file", 0, found)
+    call = call.replace("file", 0, target)
     if mode.strip("bt") != "r":
         _say(call, INSTEAD)
         call = call.replace("mode", 1, mode.replace("x", "w"))
@@ -102,9 +102,9 @@ def open_file(call: Call) -> Any:
 
 def read(call: Call) -> Any:
     """Read the trial's copy of an older file, if the script has written to that file."""
-    given = call.argument("filename", 0)
-    if isinstance(given, (str, os.PathLike)):
-        call = call.replace("filename", 0, str(call.trial.files.instead_of(given, "r")))
+    path = call.argument("filename", 0)
+    if isinstance(path, (str, os.PathLike)):
+        call = call.replace("filename", 0, str(call.trial.files.instead_of(path, "r")))
     return call.proceed()
 
 
@@ -116,8 +116,8 @@ def save(name: str, position: int) -> Callable[..., Any]:
 
     def save_model(call: Call) -> Any:
         """Once the engine is made, write only to temporary, cache and trial folders."""
-        given, files = call.argument(name, position), call.trial.files
-        path = absolute(given) if isinstance(given, (str, os.PathLike)) else None
+        argument, files = call.argument(name, position), call.trial.files
+        path = absolute(argument) if isinstance(argument, (str, os.PathLike)) else None
         if path is None:
             return call.proceed()
         if call.trial.phase is Phase.MEASURING or call.trial.is_simulated:
@@ -126,11 +126,11 @@ def save(name: str, position: int) -> Callable[..., Any]:
             failures.unwritten.add(path.resolve())
             _say(call, NOT_SAVED)
             return None
-        found = files.instead_of(given, "w")
-        if found is given:
+        target = files.instead_of(argument, "w")
+        if target is argument:
             return call.proceed()
         _say(call, INSTEAD)
-        return call.replace(name, position, str(found)).proceed()
+        return call.replace(name, position, str(target)).proceed()
 
     return save_model
 
@@ -145,11 +145,11 @@ def skip(call: Call) -> Any:
 
 def load_checkpoint(call: Call) -> Any:
     """Load only the client state from a checkpoint, not the model or the optimizer."""
-    loaded = client_state(Path(call.argument("load_dir", 0)), call.argument("tag", 1))
-    if loaded[0] is not None:
-        failures.resumed.append(Path(loaded[0]).parent)
+    result = client_state(Path(call.argument("load_dir", 0)), call.argument("tag", 1))
+    if result[0] is not None:
+        failures.resumed.append(Path(result[0]).parent)
         _say(call, NOT_LOADED)
-    return loaded
+    return result
 
 
 # Model files of a DeepSpeed checkpoint, and the keys in them that are not client state
@@ -172,12 +172,12 @@ def client_state(folder: Path, tag: str | None) -> tuple[str | None, dict[str, A
     latest = folder / "latest"
     if tag is None and latest.is_file():
         tag = latest.read_text().strip()
-    found = [] if tag is None else sorted((folder / str(tag)).glob(_MODEL_STATES))
-    if not found:
+    files = [] if tag is None else sorted((folder / str(tag)).glob(_MODEL_STATES))
+    if not files:
         return None, None
     import torch
 
     # The checkpoint is the script's own, and DeepSpeed would unpickle it as well.
-    mapped = zipfile.is_zipfile(found[0])
-    states = torch.load(found[0], map_location="cpu", mmap=mapped, weights_only=False)
-    return str(found[0]), {key: states[key] for key in states if key not in _OF_DEEPSPEED}
+    is_zip = zipfile.is_zipfile(files[0])
+    states = torch.load(files[0], map_location="cpu", mmap=is_zip, weights_only=False)
+    return str(files[0]), {key: states[key] for key in states if key not in _OF_DEEPSPEED}

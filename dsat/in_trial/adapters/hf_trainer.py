@@ -61,15 +61,15 @@ class TrainerSettings:
     on_cpu: bool = False
     plugins: list[dict[str, Any] | None] = field(default_factory=list)
 
-    def differs_from(self, given: Any) -> bool:
+    def differs_from(self, config: Any) -> bool:
         """Return whether a configuration of the script lacks a setting of the trial.
 
         Batch sizes do not count: TrainingArguments or the plugin set them.
         """
         assert self.trial is not None
-        its = {k: v for k, v in self.trial.overrides.items() if k not in ds_config.BATCH_KEYS}
-        own = _read_config(given)
-        return not config_injection.agrees(own, its, but_for=ds_config.AUTO)
+        overrides = {k: v for k, v in self.trial.overrides.items() if k not in ds_config.BATCH_KEYS}
+        content = _read_config(config)
+        return not config_injection.agrees(content, overrides, but_for=ds_config.AUTO)
 
 
 def prepare(trial: RunningTrial, args: Any) -> None:
@@ -85,15 +85,15 @@ def prepare(trial: RunningTrial, args: Any) -> None:
     if settings.config_path is None or settings.trial is None:
         args.max_steps = _scheduled_steps(config) or args.max_steps
         return
-    is_of_code = bool(args.deepspeed) and settings.differs_from(args.deepspeed)
+    is_set_in_code = bool(args.deepspeed) and settings.differs_from(args.deepspeed)
     if args.deepspeed:
         args.deepspeed = config if isinstance(args.deepspeed, dict) else str(settings.config_path)
     batch = settings.trial.batch
-    own = (args.per_device_train_batch_size, args.gradient_accumulation_steps)
+    user_batch = (args.per_device_train_batch_size, args.gradient_accumulation_steps)
     if not settings.batch_in_file:
-        if own != (batch.micro_batch, batch.gas):
+        if user_batch != (batch.micro_batch, batch.gas):
             trial.warn(OTHER_BATCH)
-        if is_of_code:
+        if is_set_in_code:
             trial.warn(OTHER_CONFIG)
     args.per_device_train_batch_size = batch.micro_batch
     args.gradient_accumulation_steps = batch.gas
@@ -103,12 +103,12 @@ def prepare(trial: RunningTrial, args: Any) -> None:
         trial.warn(OTHER_PARALLELISM)
 
 
-def _read_config(given: Any) -> dict[str, Any]:
+def _read_config(source: Any) -> dict[str, Any]:
     """Read a configuration as transformers does, allowing repeated keys; empty if unreadable."""
-    if isinstance(given, Mapping):
-        return dict(given)
+    if isinstance(source, Mapping):
+        return dict(source)
     try:
-        return dict(json.loads(Path(given).read_text(encoding="utf-8")))
+        return dict(json.loads(Path(source).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return {}
 
@@ -133,12 +133,12 @@ def _scheduled_steps(config: Mapping[str, Any]) -> int | None:
 
 def _share_sequences(args: Any, slots: int) -> bool:
     """Set the sequence-parallel size in a `ParallelismConfig`; return whether it has changed."""
-    own = getattr(args, "parallelism_config", None)
-    if own is None or own.sp_size == slots:  # without a config, environment variables decide
+    config = getattr(args, "parallelism_config", None)
+    if config is None or config.sp_size == slots:  # without a config, environment variables decide
         return False
     groups = rank_and_size()[1] // slots
     args.parallelism_config = replace(
-        own, sp_size=slots, sp_backend="deepspeed", dp_shard_size=groups if slots > 1 else 1
+        config, sp_size=slots, sp_backend="deepspeed", dp_shard_size=groups if slots > 1 else 1
     )
     return True
 
@@ -160,20 +160,20 @@ def check_plugin(call: Call) -> Any:
     settings, plugin = call.trial.trainer, call.owner
     if settings is None or settings.config_path is None or settings.trial is None:
         return call.proceed()
-    given = plugin.hf_ds_config
-    own = _read_config(given) if isinstance(given, (str, dict)) else None
-    settings.plugins.append(own)
-    if own is not None and own != settings.plugins[0]:
+    hf_config = plugin.hf_ds_config
+    user_config = _read_config(hf_config) if isinstance(hf_config, (str, dict)) else None
+    settings.plugins.append(user_config)
+    if user_config is not None and user_config != settings.plugins[0]:
         total, micro, gas = ds_config.BATCH_KEYS
-        if gas in own:
-            own[gas] = settings.trial.batch.gas
-            if micro in own:  # the global batch size follows
-                own.pop(total, None)
-            plugin.hf_ds_config = own
+        if gas in user_config:
+            user_config[gas] = settings.trial.batch.gas
+            if micro in user_config:  # the global batch size follows
+                user_config.pop(total, None)
+            plugin.hf_ds_config = user_config
         return call.proceed()
-    if given is None or isinstance(given, (str, dict)):  # else the Trainer has prepared it
+    if hf_config is None or isinstance(hf_config, (str, dict)):  # else the Trainer has prepared it
         config = _read_config(settings.config_path)
-        if given is not None and settings.differs_from(given):
+        if hf_config is not None and settings.differs_from(hf_config):
             call.trial.warn(OTHER_CONFIG)
         zero = config.setdefault("zero_optimization", {"stage": 0})
         plugin.hf_ds_config = config
@@ -184,7 +184,7 @@ def check_plugin(call: Call) -> Any:
             device = (zero.get(f"offload_{part}") or {}).get("device", "none")
             setattr(plugin, f"offload_{part}_device", device)
     else:
-        plugin.zero3_init_flag = given.is_zero3()
+        plugin.zero3_init_flag = hf_config.is_zero3()
     # accelerate refuses its own settings beside a configuration.
     os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)
     return call.proceed()

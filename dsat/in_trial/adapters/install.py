@@ -89,14 +89,14 @@ def adapt(module: ModuleType) -> None:
             continue  # absent in this version of the library
         original = getattr(owner, name)
         if isinstance(original, property):
-            setattr(owner, name, _adapted_property(original, adapter))
+            setattr(owner, name, _adapt_property(original, adapter))
             continue
         wrapt.wrap_object(module, adapter.attribute, _Adapted, (adapter,))
         if module in (io, os):
             _adapt_pathlib(name, original, getattr(module, name))
 
 
-def _adapted_property(original: Any, adapter: Adapter) -> property:
+def _adapt_property(original: Any, adapter: Adapter) -> property:
     enter = entrance(adapter)
     return property(lambda owner: enter(functools.partial(original.fget, owner), owner, (), {}))
 
@@ -116,12 +116,12 @@ def adapt_models() -> None:
 
 def owner_of(adapter: Adapter, module: ModuleType) -> tuple[Any, str]:
     """Return the module or class that holds a function, None if absent, and the function's name."""
-    above, _, name = adapter.attribute.rpartition(".")
-    return (getattr(module, above, None) if above else module), name
+    class_name, _, name = adapter.attribute.rpartition(".")
+    return (getattr(module, class_name, None) if class_name else module), name
 
 
-def _adapt_pathlib(name: str, original: Any, adapted: Any) -> None:
+def _adapt_pathlib(name: str, original: Any, replacement: Any) -> None:
     """Replace a function in pathlib, which in Python 3.10 has its own references to it."""
     accessor = getattr(pathlib, "_NormalAccessor", None)
     if getattr(accessor, name, None) is original:
-        setattr(accessor, name, adapted)
+        setattr(accessor, name, replacement)

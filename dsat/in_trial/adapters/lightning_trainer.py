@@ -21,17 +21,17 @@ def set_up(call: Call) -> Any:
     # With manual optimization the module counts steps, and Lightning refuses accumulation.
     if trial.config is not None and trainer.lightning_module.automatic_optimization:
         gas = int(trial.config["gradient_accumulation_steps"])
-        given, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, gas
+        script_gas, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, gas
         # Lightning refuses this setting in a file, which the strategy has already read.
-        in_file = (call.owner.config or {}).pop("gradient_accumulation_steps", None)
-        if in_file is not None or given != gas:
+        file_gas = (call.owner.config or {}).pop("gradient_accumulation_steps", None)
+        if file_gas is not None or script_gas != gas:
             trial.warn(OTHER_ACCUMULATION)
         # A flag may already have set the trial's value, while the limits still fit the user's own.
         own_steps = trial.trainer.trial.own_steps
-        own = own_steps.gas if given == gas and own_steps is not None else given
-        if own != gas:
+        own_gas = own_steps.gas if script_gas == gas and own_steps is not None else script_gas
+        if own_gas != gas:
             for name in _LIMITS:
                 if isinstance(limit := getattr(trainer, name), int):
                     trial.warn(OTHER_LIMITS)
-                    setattr(trainer, name, max(1, limit * gas // own))
+                    setattr(trainer, name, max(1, limit * gas // own_gas))
     return call.proceed()

@@ -40,18 +40,18 @@ def disable_reports(arguments: dict[str, Any]) -> None:
 
     A dict is changed in place, because the script may read it later.
     """
-    passed = config_injection.passed_config(arguments)
-    if passed is None:
+    original = config_injection.passed_config(arguments)
+    if original is None:
         return
-    config, off = passed.content, dict[str, Any]()
+    config, disabled = original.content, dict[str, Any]()
     for name in _SECTIONS:
         if isinstance(config.get(name), Mapping) and config[name].get("enabled"):
-            off[name] = {**config[name], "enabled": False}
-    off.update({name: False for name in _SWITCHES if config.get(name)})
-    if not off:  # DeepSpeed itself reads a file that needs no change
+            disabled[name] = {**config[name], "enabled": False}
+    disabled.update({name: False for name in _SWITCHES if config.get(name)})
+    if not disabled:  # DeepSpeed itself reads a file that needs no change
         return
-    config.update(off)
-    if arguments.get(passed.name) is not config:  # the content of a file
+    config.update(disabled)
+    if arguments.get(original.name) is not config:  # the content of a file
         arguments.update({**config_injection.drop_config(arguments), "config": config})
 
 

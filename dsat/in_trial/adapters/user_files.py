@@ -35,10 +35,10 @@ class UserFiles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder.resolve()
-        self._instead = self._folder / _INSTEAD_FOLDER
+        self._copies = self._folder / _INSTEAD_FOLDER
         self._temporary = Path(tempfile.gettempdir()).resolve()
-        self._began_ns, self._there = _note_begin(self._folder, self._temporary)
-        self._others: list[Path] = []  # folders of dsat
+        self._began_ns, self._earlier_names = _note_begin(self._folder, self._temporary)
+        self._dsat_folders: list[Path] = []
         self._removed: set[Path] = set()  # paths that the script believes it removed
 
     def is_older(self, path: Path) -> bool:
@@ -49,61 +49,61 @@ class UserFiles:
 
     def add_scratch(self, folder: Path) -> None:
         """Let the trial write to another folder of dsat, such as a simulation's message folder."""
-        self._others.append(folder.resolve())
+        self._dsat_folders.append(folder.resolve())
 
     def is_scratch(self, path: Path) -> bool:
         """Return whether a trial may change a path without restrictions.
 
         Such paths are in the trial's own folder, caches, /proc and /sys, or new temporary files.
         """
-        known = (self._folder, *self._others, *_KERNEL_FOLDERS, *_caches())
-        if any(map(path.is_relative_to, known)):
+        folders = (self._folder, *self._dsat_folders, *_KERNEL_FOLDERS, *_caches())
+        if any(map(path.is_relative_to, folders)):
             return True
         if not path.is_relative_to(self._temporary) or path == self._temporary:
             return False
         first = path.relative_to(self._temporary).parts[0]
-        return first not in self._there or first.startswith("torchinductor_")
+        return first not in self._earlier_names or first.startswith("torchinductor_")
 
-    def is_to_stay(self, given: Any) -> bool:
+    def is_to_stay(self, raw_path: Any) -> bool:
         """Return whether a path is protected.
 
         Paths older than the trial are protected, and folders that contain such paths. So are files
         that dsat did not let the script save.
         """
-        path = absolute(given)
+        path = absolute(raw_path)
         if path is None or self.is_scratch(path):
             return False
         if not os.path.lexists(path):
             return path.resolve() in failures.unwritten
         if self.is_older(path):
             return True
-        inside = os.walk(path) if path.is_dir() and not path.is_symlink() else ()
-        return any(self.is_older(Path(at, n)) for at, dirs, files in inside for n in dirs + files)
+        tree = os.walk(path) if path.is_dir() and not path.is_symlink() else ()
+        return any(self.is_older(Path(root, n)) for root, dirs, files in tree for n in dirs + files)
 
-    def note_created(self, given: Any) -> None:
+    def note_created(self, raw_path: Any) -> None:
         """Record a folder or link that the script created; empty folders are removed later."""
-        path = absolute(given)
+        path = absolute(raw_path)
         if path is not None and not self.is_scratch(path):
             with open(self._folder / CREATED_FILE, "a", encoding="utf-8") as file:
                 file.write(json.dumps(str(path)) + "\n")
 
-    def is_left_by_a_trial(self, given: Any) -> bool:
+    def is_left_by_a_trial(self, raw_path: Any) -> bool:
         """Return whether another trial of the run, not this one, created this folder or link."""
-        path = str(absolute(given))
-        others = [at for at in self._folder.parent.iterdir() if at != self._folder]
+        path = str(absolute(raw_path))
+        folders = [folder for folder in self._folder.parent.iterdir() if folder != self._folder]
         return path not in read_created(self._folder) and any(
-            path in read_created(other) for other in others
+            path in read_created(folder) for folder in folders
         )
 
-    def remove(self, given: Any) -> None:
+    def remove(self, raw_path: Any) -> None:
         """Record that the script removed a path, although dsat kept it."""
-        path = absolute(given)
+        path = absolute(raw_path)
         if path is not None:
             self._removed.add(path)
 
-    def is_removed(self, given: Any) -> bool:
+    def is_removed(self, raw_path: Any) -> bool:
         """Return whether a path, or a folder above it, exists only because dsat kept it."""
-        path = absolute(given)
+        path = absolute(raw_path)
         return path is not None and not self._removed.isdisjoint({path, *path.parents})
 
     def move(self, source: Any, target: Any) -> None:
@@ -115,38 +115,38 @@ class UserFiles:
             self._removed.add(old)
             failures.unwritten.add(new.resolve())
         elif old.is_file():
-            self._instead.mkdir(exist_ok=True)
-            shutil.copyfile(old, self._stand_in(new))
+            self._copies.mkdir(exist_ok=True)
+            shutil.copyfile(old, self._copy_path(new))
             os.unlink(old)
 
-    def instead_of(self, given: Any, mode: str) -> Any:
+    def instead_of(self, raw_path: Any, mode: str) -> Any:
         """Return the path to open: the trial's copy of a file, or else the given path.
 
         Opening a file older than the trial for writing makes the copy, which is then also read.
         """
-        path = absolute(given)
+        path = absolute(raw_path)
         if path is None:
-            return given
+            return raw_path
         if not set(mode) & set("wax+"):
-            has_stand_in = self._instead.exists() and self._stand_in(path).exists()
-            return self._stand_in(path) if has_stand_in else given
+            has_stand_in = self._copies.exists() and self._copy_path(path).exists()
+            return self._copy_path(path) if has_stand_in else raw_path
         target = path.resolve()
         if self.is_scratch(target) or not (target.is_file() and self.is_older(target)):
-            return given
-        stand_in = self._stand_in(path)
+            return raw_path
+        stand_in = self._copy_path(path)
         if stand_in.exists() or "w" in mode or "x" in mode:
-            self._instead.mkdir(exist_ok=True)
+            self._copies.mkdir(exist_ok=True)
         elif target.stat().st_size <= _LARGEST_COPIED_BYTES:
-            self._instead.mkdir(exist_ok=True)
+            self._copies.mkdir(exist_ok=True)
             shutil.copyfile(target, stand_in)
         else:
-            return given
+            return raw_path
         return stand_in
 
-    def _stand_in(self, path: Path) -> Path:
+    def _copy_path(self, path: Path) -> Path:
         target = path.resolve()
         digest = hashlib.sha256(os.fsencode(target)).hexdigest()[:16]
-        return self._instead / f"{digest}-{target.name}"
+        return self._copies / f"{digest}-{target.name}"
 
 
 def read_created(folder: Path) -> list[str]:
@@ -168,8 +168,8 @@ def absolute(path: Any) -> Path | None:
 
 def _caches() -> list[Path]:
     """Return libraries' cache folders by the present variables, which a script may change."""
-    named = [Path(os.environ[name]) for name in _CACHE_VARIABLES if os.environ.get(name)]
-    return [*(home() / name for name in _CACHE_FOLDERS), *named]
+    caches = [Path(os.environ[name]) for name in _CACHE_VARIABLES if os.environ.get(name)]
+    return [*(home() / name for name in _CACHE_FOLDERS), *caches]
 
 
 def _note_begin(folder: Path, temporary: Path) -> tuple[int, frozenset[str]]:
@@ -178,11 +178,11 @@ def _note_begin(folder: Path, temporary: Path) -> tuple[int, frozenset[str]]:
     On each host, the trial's first process records both for the other processes.
     """
     file = folder / _BEGAN_FILE.format(host=os.uname().nodename)
-    own = file.with_suffix(f".{os.getpid()}")
+    draft = file.with_suffix(f".{os.getpid()}")
     if not file.exists():
-        own.write_text(json.dumps(os.listdir(temporary)), encoding="utf-8")
+        draft.write_text(json.dumps(os.listdir(temporary)), encoding="utf-8")
         with contextlib.suppress(FileExistsError):
-            os.link(own, file)
-        own.unlink()
-    there = json.loads(file.read_text(encoding="utf-8"))
-    return file.stat().st_mtime_ns, frozenset(there)
+            os.link(draft, file)
+        draft.unlink()
+    names = json.loads(file.read_text(encoding="utf-8"))
+    return file.stat().st_mtime_ns, frozenset(names)

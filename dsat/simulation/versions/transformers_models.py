@@ -16,8 +16,8 @@ def type_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
     import transformers
 
     # Checked on an empty configuration: a file may add attributes that its class lacks.
-    known = hasattr(transformers.PretrainedConfig(), "dtype")
-    return {"dtype" if known else "torch_dtype": dtype}
+    has_dtype = hasattr(transformers.PretrainedConfig(), "dtype")
+    return {"dtype" if has_dtype else "torch_dtype": dtype}
 
 
 def loads_float32() -> bool:
