@@ -92,7 +92,7 @@ class ClusterEngine:
         return is_running
 
     def end(self, event: Mapping[str, Any]) -> tuple[int, Outcome, list[Operation]] | None:
-        """Return trial, outcome and operations to post if an event ends a trial; otherwise None."""
+        """If an event ends a trial, return its id, outcome and operations to post; else None."""
         kind = next((each for each in (COMPLETED, EXITED, CLOSED) if event.get(each)), None)
         if kind is None:
             return None

@@ -122,7 +122,7 @@ class LossWatch:
             self._norm = self._engine.get_global_grad_norm()
 
     def _is_misreported(self) -> bool:
-        """Return whether DeepSpeed's norm is of Muon's updates, or is scaled without fp16."""
+        """Return whether DeepSpeed's norm is wrong: Muon's updates', or scaled without fp16."""
         engine = self._engine
         if engine.zero_optimization_stage() > 0 and type(engine.basic_optimizer).__name__ == MUON:
             return True

@@ -123,7 +123,7 @@ class Feasibility:
         return chance
 
     def runs(self, values: Values) -> float:
-        """Return the probability to run if memory suffices: the lowest of the values' own."""
+        """Return the probability to run if memory suffices: the lowest one among the values."""
         return min(map(self._is_sound, values), default=1.0) if self._unsound else 1.0
 
     def _is_sound(self, value: tuple[str, str]) -> float:
