@@ -352,7 +352,7 @@ def _tune_here(ready: Prepared, callbacks: Sequence[Callback]) -> Result:
 
 
 def _result(summary: Mapping[str, Any], *, run_dir: Path | None, **known: Any) -> Result:
-    """Make a `Result` from a run's summary; fields that the summary lacks get their defaults."""
+    """Make a `Result` from a run's summary and `known` fields; all other fields get defaults."""
     names = "metric best best_value baseline gain stop_reason wall_s".split()
     return Result(
         **{name: summary[name] for name in names if name in summary},

@@ -173,7 +173,7 @@ class Option:
         return self.kind.collect(map(self.read, _to_list(value)))
 
     def to_words(self, value: Any) -> list[str] | None:
-        """Return the words of the command line for a Python value; None if there are none."""
+        """Return the words of the command line for a Python value; None if no words express it."""
         flag = self.flags[-1]
         if value is None or self.kind is None:
             return [flag] if value else []
@@ -218,7 +218,7 @@ def options_of(settings: Any) -> Iterator[Option]:
 
 
 def check_together(settings: Any) -> None:
-    """Raise UserInputError if an option requires a missing one, or excludes another one."""
+    """Raise UserInputError if an option requires one that is missing, or excludes a given one."""
     options = options_of(settings)
     options_by_flag = {o.flags[-1]: o for o in options if getattr(settings, o.name) != o.initial}
     for flag, declared in options_by_flag.items():
@@ -276,7 +276,7 @@ def duration_s(value: str | float) -> float:
 
 
 def at_least(least: int, most: int = LARGEST_INTEGER) -> Kind:
-    """Return the kind of whole numbers from `least` to `most`."""
+    """Return the `Kind` of option whose values are whole numbers from `least` to `most`."""
 
     def read(value: str | int) -> int:
         try:
@@ -338,7 +338,7 @@ def _path(value: Any) -> Path:
 
 
 def _arg_mapping(text: Any) -> tuple[str, str]:
-    """Return the parts of `KEY=FLAG`; add dashes to the flag if it has none."""
+    """Return key and flag of `KEY=FLAG`, adding dashes to a bare flag; raise ValueError if bad."""
     if isinstance(text, tuple):
         text = "=".join(map(_word, text))
     key, _, flag = (part.strip() for part in _word(text).partition("="))
@@ -361,7 +361,7 @@ ALL_LINEAR = "all-linear"  # PEFT's word for all linear layers except the output
 
 
 def _lora(value: Any) -> dict[str, str]:
-    """Return the parts of `r=16,target=q_proj+v_proj,dropout=0.05` by name, as text."""
+    """Return `r=16,target=q_proj+v_proj,dropout=0.05` as texts by name; raise ValueError if bad."""
     if not isinstance(value, Mapping):
         value = dict(part.partition("=")[::2] for part in _word(value).split(","))
     parts = {str(key).strip(): _join(part).strip() for key, part in value.items()}

@@ -39,7 +39,7 @@ class _Handler(logging.Handler):
 
 @contextlib.contextmanager
 def messages_to(view: LiveView) -> Iterator[None]:
-    """Show the messages that dsat logs, while the context is open."""
+    """While the context is open, show the messages that dsat logs in the live view."""
     log, handler = logging.getLogger("dsat"), _Handler(view)
     level = log.level
     log.addHandler(handler)

@@ -33,7 +33,7 @@ def make_safe() -> None:
 
 
 def why_output_is_lost() -> OSError | None:
-    """Flush the standard output; return why it lost text that somebody reads, or None."""
+    """Flush standard output; return the error that lost text which somebody reads, or None."""
     sys.stdout.flush()
     return getattr(sys.stdout, "failure", None)
 

@@ -36,7 +36,7 @@ def read_text(path: Path) -> str:
 def copy_as_json(data: Any, path: str = "") -> Any:
     """Return a copy of a value, made through JSON: keys are text, and no objects are shared.
 
-    Raises ValueError, with the place, if JSON cannot hold a value; RecursionError if too deep.
+    Raises ValueError that names the place if JSON cannot hold a value; RecursionError if too deep.
     """
     try:
         return json.loads(json.dumps(data, allow_nan=False))

@@ -209,7 +209,7 @@ def at(config: Mapping[str, Any], path: str) -> Any:
 
 
 def check_groups(config: Mapping[str, Any], slots: int, *, where: str) -> None:
-    """Raise UserInputError if a configuration's groups do not divide the devices of a trial."""
+    """Raise UserInputError unless the parallel sizes and the hpZ size divide a trial's devices."""
     shared = parallelism.read_parallelism(config)
     if slots % shared.shared:
         raise UserInputError(
@@ -227,13 +227,13 @@ def check_groups(config: Mapping[str, Any], slots: int, *, where: str) -> None:
 
 
 def secondary_group(config: Mapping[str, Any]) -> int:
-    """Return how many devices share a secondary copy of the parameters (ZeRO++); 1 without one."""
+    """Return how many devices share a secondary copy of the parameters (hpZ); 1 without hpZ."""
     size = at(config, "zero_optimization.zero_hpz_partition_size")
     return 1 if size in (None, AUTO, 0) else int(size)
 
 
 def secondary_divides(config: Mapping[str, Any], slots: int, stage: int) -> bool:
-    """Return whether the groups of devices that share a secondary copy divide all devices.
+    """Return whether `slots` devices can be divided into groups of `secondary_group` devices.
 
     Only stage 3 has such groups (`_create_zero_param_parallel_group` in utils/groups.py, 0.19.8).
     """
@@ -321,8 +321,8 @@ _TYPES = {"float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32",
 def data_types(config: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Return the types (fp16, bf16, fp32) of the model and of its accumulated gradients.
 
-    See `get_data_types` of runtime/engine.py. A type is None if it is "auto"; that of gradients
-    also if it is not set.
+    See `get_data_types` of runtime/engine.py. A type is None if it is "auto"; the type
+    of gradients is also None if it is not set.
     """
     flags = {name: at(config, f"{name}.enabled") for name in ("fp16", "bf16", "bfloat16")}
     model = next((name for name, enabled in flags.items() if enabled is True), None)

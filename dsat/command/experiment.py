@@ -234,7 +234,7 @@ def length_of_full_run(config: Mapping[str, Any]) -> int:
 
 
 def length_in_units(steps: int, config: Mapping[str, Any], batch: BatchTriple) -> int:
-    """Convert optimizer steps to the searcher's unit: records, or else (micro) batches."""
+    """Convert optimizer steps to the searcher's unit: samples for `records`, else micro batches."""
     length = ds_config.at(config, "searcher.max_length")
     if isinstance(length, Mapping) and "records" in length:
         return steps * batch.train_batch_size

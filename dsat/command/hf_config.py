@@ -101,7 +101,7 @@ def ds_config(dtype: str | None, config: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         dtype: type of the parameters (bf16, fp16 or fp32). None means the type in the user's
-            configuration: bf16 if both its sections are "auto", and fp32 without a section.
+            configuration: bf16 if its bf16 and fp16 are both "auto", and fp32 without either.
 
     Raises:
         UserInputError: `dtype` contradicts the user's configuration.

@@ -55,7 +55,7 @@ class Form:
     """A kind of file that holds a framework's training arguments.
 
     Attributes:
-        marks: alternatives that identify the kind: each has one or more keys, all of them present.
+        marks: a file is of this kind if it has all (space-separated) keys of one of these texts.
         fields: keys by field of TrainingArguments; empty if all fields keep their names.
         opposites: keys that hold the inverted value, by field of TrainingArguments.
         is_strict: whether the reader of the file may refuse keys that dsat adds.
@@ -169,7 +169,7 @@ class Rewriting:
             self._follow_launcher()
 
     def _replace(self, position: int) -> Form | None:
-        """Replace a file in the command by its copy; return its kind, or None for other words."""
+        """Replace a word that names a file by the file's copy; return the file's form, or None."""
         word, previous = self.words[position], self.words[position - 1]
         if position and previous.replace("-", "_") == f"__{_ACCELERATE}":
             self.words[position] = self._accelerate_file(word)
@@ -214,7 +214,7 @@ class Rewriting:
         return self._names.setdefault(path, next(name for name in names if name not in taken_names))
 
     def _accelerate_file(self, name: str) -> str:
-        """Copy accelerate's configuration, named by path or as in TRL; return the copy's path."""
+        """Copy accelerate's configuration, a path or a name in TRL; return the new path or name."""
         path = self._folder / name
         trl = None if path.is_file() else importlib.util.find_spec("trl")
         if trl is not None and trl.origin is not None:
@@ -235,7 +235,7 @@ class Rewriting:
         ]
 
     def _follow_launcher(self) -> None:
-        """Set the options of `accelerate launch`; add the configuration unless a file names it."""
+        """Set the options of `accelerate launch`; add the DeepSpeed file if it is not named yet."""
         name = Path(self.words[0]).name
         begin = ("python" if name.startswith("python") else name, *self.words[1:])
         end = next((len(words) for words in _LAUNCHERS if begin[: len(words)] == words), None)
@@ -311,7 +311,7 @@ def _form_of(data: Any, *folders: Path) -> Form | None:
 
 
 def _files(text: str) -> YAML:
-    """Return a reader and writer that keeps comments, quotes and the indentation of lists."""
+    """Return a YAML reader and writer that keeps the comments, quotes and indentation of `text`."""
     files = YAML()
     files.preserve_quotes = True
     files.allow_duplicate_keys = True  # like PyYAML, which the frameworks use

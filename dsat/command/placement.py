@@ -62,8 +62,8 @@ class Launch:
     """Machines, devices and cores that a launcher's command chooses for its ranks.
 
     Attributes:
-        hosts: machines of a hostfile, each with positions of its devices (empty for all). There are
-            none without a hostfile of several machines.
+        hosts: machines of a hostfile, each with positions of its devices (empty for all); empty
+            unless the hostfile has several machines.
         ssh_port: ssh port of these machines; None for the configured port.
         master_address: address where ranks of these machines meet; empty if not named.
         nodes: number of machines, if no hostfile names them.

@@ -158,7 +158,7 @@ def recognise_program(
 def _program_of(rank: RankStart, *, is_made: bool) -> tuple[Entrypoint, str]:
     """Return what a rank runs, and the flag by which its launcher passes the local rank (or "").
 
-    `is_made` says that only the command can start the rank.
+    `is_made` says whether only the command can start the rank.
     """
     program = (
         _make_seen_program(rank) if is_made else entrypoints.parse_python_words(rank.command[1:])

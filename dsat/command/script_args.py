@@ -171,9 +171,9 @@ def path_in(word: str) -> str:
 
 
 def replace_config(args: Sequence[str], path: str, word: str = "") -> tuple[str, ...]:
-    """Return the arguments with another DeepSpeed configuration, if they name one.
+    """Return the arguments with `path` as their DeepSpeed configuration, if they name any.
 
-    `word` is the argument that names the present one; empty to look for a known flag.
+    `word` is the argument that names the present configuration; empty to look for a known flag.
     """
     if word:
         new = word.removesuffix(path_in(word)) + path
@@ -188,7 +188,7 @@ def looks_like_hf(args: Sequence[str]) -> bool:
 
 
 def mappings_for(args: Sequence[str], arg_mappings: Mapping[str, str]) -> dict[str, str]:
-    """Return the flags to set for a trial, by setting: of TrainingArguments and `arg_mappings`.
+    """Return the flags that trials set, by setting: of TrainingArguments and of `arg_mappings`.
 
     Batch size flags of the Trainer have the same meaning in scripts without a Trainer.
     """
@@ -304,7 +304,7 @@ def _needs_flag(config: Mapping[str, Any], key: str) -> bool:
 
 
 def expected_flags(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, int]:
-    """Return the values of a Trainer's batch-size flags on which `sizes` depend, by flag.
+    """Return the Trainer's batch-size flags that `config` depends on, with values from `sizes`.
 
     `config` is the user's DeepSpeed configuration, and `sizes` are its batch sizes.
     """

@@ -167,7 +167,7 @@ def field_of(name: str) -> str | None:
 
 
 def is_of_code(name: str, switches: Mapping[str, ScriptSwitch]) -> bool:
-    """Return whether a script has TrainingArguments, but its code sets a field elsewhere."""
+    """Return whether the script has TrainingArguments but sets the field `name` outside of them."""
     has_arguments = any(switch.in_arguments for switch in switches.values())
     is_field = name in switches and field_of(name) is not None
     return is_field and has_arguments and not switches[name].in_arguments
@@ -252,7 +252,7 @@ def checkpointing(value: str) -> dict[str, Any]:
 
 
 def parse(text: Any) -> tuple[str, tuple[Any, ...]]:
-    """Read `NAME=v1,v2`, `--flag=v1,v2`, `ENV:NAME=v1,v2` or a bare `--flag`.
+    """Return name and values of `NAME=v1,v2`, `--flag=v1,v2`, `ENV:NAME=v1,v2` or `--flag`.
 
     Values of flags and variables stay text. Values of fields become numbers or booleans if they
     look like them. A bare flag has the values False and True. Any other name that is not in

@@ -85,7 +85,7 @@ def _listed_values(value: Any, where: str) -> list[Any] | None:
 
 
 def _zero_values(key: str, value: Any, where: str) -> list[Any] | None:
-    """Return the values of a setting of `zero_optimization`; None for a single value."""
+    """Return the listed values of a `zero_optimization` setting; None if it has one value."""
     if key == "leaf_module":  # the only section whose settings are lists themselves
         return None
     values = [value] if (key, value) == ("stage", ALL_STAGES) else _listed_values(value, where)

@@ -101,7 +101,7 @@ def reason_of_failure(master: Master, runner_id: int) -> str:
 
 
 def end_search_of(master: Master, runner_id: int) -> int | None:
-    """End the trials' experiment of a runner that is gone; return its id, or None if none ran."""
+    """Kill the trials' experiment of a lost runner; return its id, or None if it does not run."""
     with explain_errors(master.address):
         experiment = master.find(search_tag(runner_id))
         state = "DELETED" if experiment is None else state_name(experiment.state)

@@ -92,7 +92,7 @@ class ClusterEngine:
         return is_running
 
     def end(self, event: Mapping[str, Any]) -> tuple[int, Outcome, list[Operation]] | None:
-        """Return the trial that an event ends, its outcome and the operations to post, or None."""
+        """If an event ends a trial, return its id, outcome and operations to post; else None."""
         kind = next((key for key in (COMPLETED, EXITED, CLOSED) if event.get(key)), None)
         if kind is None:
             return None
@@ -122,7 +122,7 @@ class ClusterEngine:
         return str(uuid.uuid5(uuid.NAMESPACE_URL, key))
 
     def _comparable(self, outcome: Outcome) -> Outcome:
-        """Return an outcome, or INVALID if it comes from another kind of device than the first."""
+        """Return the outcome, or INVALID if the trial's kind of device differs from the first's."""
         device, first = outcome.device_name, self._device_name or outcome.device_name
         self._device_name = first
         if device in ("", first):

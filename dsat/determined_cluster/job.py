@@ -4,7 +4,7 @@ The job is a file in the context of the runner's experiment, and everyone who se
 can read it. So the job lacks all parts of your configuration that may hold secrets (environment
 variables, the pod's specification, credentials of the registry and the storage, `data`,
 `integrations`). The configuration of the runner's experiment contains them. If
-`--search-runner-config` changes one, the user's own values are kept below its `data`.
+`--search-runner-config` changes one, that configuration keeps the user's own value below `data`.
 """
 
 from __future__ import annotations

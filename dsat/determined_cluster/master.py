@@ -188,7 +188,7 @@ class Master:
         return self.ask(lambda: list(self._determined.get_experiment(experiment_id).iter_trials()))
 
     def running_trials(self, experiment_id: int) -> dict[tuple[int, int], int]:
-        """Return ids of running trials, by number in the search and of restarts; do not retry."""
+        """Return ids of running trials, by (number in the search, restarts); do not retry."""
         pages = self._read_paginated(
             lambda offset: self._api.get_GetExperimentTrials(
                 self.session, experimentId=experiment_id, offset=offset, limit=100
@@ -252,7 +252,7 @@ def silence_determined() -> Iterator[None]:
 
 
 def is_unreachable(error: BaseException) -> bool:
-    """Return whether an error means that the master is unreachable, not that it refuses."""
+    """Return whether an error means that the master is unreachable; False for a refusal."""
     from determined.common.api import errors
 
     if isinstance(error, errors.APIException):
@@ -274,7 +274,7 @@ def _is_internal(error: BaseException) -> bool:
 
 
 def describe_failure(error: BaseException) -> str:
-    """Return whether the master does not answer, fails or refuses, as text."""
+    """Return a clause: the master does not answer, answers with an error, or refuses."""
     if is_unreachable(error):
         return UNREACHABLE
     return "the master answers with an error" if _is_internal(error) else "the master refuses"

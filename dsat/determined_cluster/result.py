@@ -82,7 +82,7 @@ def from_lines(lines: Iterable[str]) -> dict[str, Any]:
 
 
 def text_lines(view: RunView) -> list[str]:
-    """Return the verdict and the best configuration, or the last error and the verdict."""
+    """Return the verdict and best configuration; without one, the last error and the verdict."""
     if view.best is None:
         details = [v.outcome.detail for v in view.ended if v.outcome]
         last = next(filter(None, reversed(details)), "")
@@ -92,7 +92,7 @@ def text_lines(view: RunView) -> list[str]:
 
 
 def description(own: str, view: RunView, reason: str | None, *, canceled: bool = False) -> str:
-    """Return the final description of the runner's experiment: the user's own, then the result.
+    """Return the final description of the runner's experiment: the user's text, then the result.
 
     `reason` says why the search ended; None if it was canceled or ended from outside.
     """

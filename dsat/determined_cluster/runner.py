@@ -232,7 +232,7 @@ class Runner:
     # -- the end
 
     def leave(self) -> None:
-        """End because the runner's experiment is paused, canceled or killed, or has to move."""
+        """End the runner: its experiment is paused, canceled or killed, or has to move."""
         state = self._master.state(self._runner_id)
         if state == "PAUSED":
             say("paused: running trials continue, but no others start before you resume")
@@ -255,7 +255,7 @@ class Runner:
         self._complete()
 
     def give_up(self, error: errors.APIException) -> None:
-        """End because the master refuses a request, and kill the trials' experiment."""
+        """End the runner, and kill the trials' experiment, because the master refuses a request."""
         refusal = describe_request(error)
         say(refusal)
         if self._experiment_id is not None:
@@ -268,7 +268,7 @@ class Runner:
         self._complete(refusal)
 
     def _complete(self, refusal: str | None = None) -> None:
-        """Print and report the result.
+        """Print and report the result; `refusal` says why a request was refused, if one was.
 
         A failed search cancels the runner's experiment. Otherwise the web UI would show it as
         completed, or the master would restart a runner that exits with an error.
@@ -308,7 +308,7 @@ class Runner:
         self._master.describe(self._runner_id, text)
 
     def _train(self, best: Trial) -> int:
-        """Submit the full-length run unless this was done; return its experiment."""
+        """Submit the full-length run unless this was done; return its experiment's id."""
         for event in self._search.journal.events:
             if event["event"] == EVENT_FULL_RUN:
                 return int(event["experiment_id"])

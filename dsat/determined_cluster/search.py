@@ -135,7 +135,7 @@ class ClusterSearch:
 
 
 def _last_event_s(events: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the time of the last event that has one; None if there is none, or a pause follows."""
+    """Return the last time that an event records; None if none does, or a pause follows it."""
     for event in reversed(events):
         if event["event"] == EVENT_PAUSED:
             return None

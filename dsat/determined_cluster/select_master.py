@@ -17,14 +17,14 @@ _DEFAULT_HOSTS = ("localhost:8080", "127.0.0.1:8080")
 
 @dataclass(frozen=True)
 class Choice:
-    """Address of the master (None without one), and the reason as text."""
+    """Address of the master (None without one), and the reason for the choice."""
 
     master: str | None
     reason: str
 
 
 def choose(engine: str) -> Choice:
-    """Choose by `--engine`, then by determined's variables and logins."""
+    """Choose a master by `--engine`, then by determined's variables and logins."""
     if engine in PROVIDERS:
         return Choice(None, f"--engine {engine}")
     configured = _find_configured()

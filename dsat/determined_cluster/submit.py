@@ -177,7 +177,7 @@ def submit(ready: Submission, *, detach: bool) -> Submitted:
 
 
 def follow(experiment_id: int) -> Submitted:
-    """Follow a search to its end; `experiment_id` is the search runner's experiment."""
+    """Follow a search to its end; raise UserInputError if `experiment_id` has no search."""
     choice = choose("determined")
     assert choice.master is not None
     clients.check_installed(choice.master)
@@ -193,7 +193,7 @@ def follow(experiment_id: int) -> Submitted:
 
 
 def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
-    """Log the lines of a search runner until its end, and write the result files."""
+    """Log the lines of a search runner until its end, then write the result files."""
     number = submitted.experiment_id
     try:
         state, outcome = clients.follow(master, number, _log.info)
@@ -225,7 +225,7 @@ def _follow(master: Master, submitted: Submitted, name: str) -> Submitted:
 def _bring_results(
     master: Master, number: int, events: Sequence[Mapping[str, Any]], name: str
 ) -> Path | None:
-    """Write the results here and return their folder; if impossible, log where they are."""
+    """Write the results to this machine and return the folder; on failure, log where they are."""
     try:
         if events:
             with clients.explain_errors(master.address):
@@ -313,7 +313,7 @@ def prepare(settings: Settings, choice: Choice) -> Submission:
 
 
 def _read_runner_changes(settings: Settings) -> dict[str, Any]:
-    """Return the user's changes for the search runner, without what dsat itself decides."""
+    """Return the content of `--search-runner-config`, without the keys that dsat sets itself."""
     path = settings.search_runner_config
     changes = {} if path is None else experiments.read_mapping(path)
     fixed = changes.keys() & job.OF_RUNNER
@@ -323,7 +323,7 @@ def _read_runner_changes(settings: Settings) -> dict[str, Any]:
 
 
 def _check_auto_batch(experiment: experiments.Experiment) -> None:
-    """Raise UserInputError if an "auto" batch size is a flag that dsat cannot read."""
+    """Raise UserInputError for "auto" batch sizes, because dsat cannot read the script's flags."""
     base = experiment.base_config
     sizes = script_args.batch_from_args(base, (), {}, experiment.hparams)
     values = [sizes.get(key) for key in ds_config.BATCH_KEYS[:2]]

@@ -92,7 +92,7 @@ def _outcome_of_lines(lines: Sequence[str], plain: Sequence[str], *, failed: boo
 
 
 def reason_of_failure(messages: Sequence[str]) -> str:
-    """Return the last exception in a log; without one its last line."""
+    """Return the last exception in a log, or the log's last line if there is no exception."""
     lines = [line for message in messages for line in _strip_prefix(message) if line.strip()]
     return _last_exception(lines) or (lines[-1] if lines else "")
 

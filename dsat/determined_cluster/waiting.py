@@ -37,8 +37,8 @@ def long_poll(
 
     Args:
         check: called every `every_s`; raises an exception to abandon the request.
-        is_idle: whether the experiment is paused or ended. The master does not answer a waiting
-            request because of this, so a new request is made.
+        is_idle: whether the experiment is paused or ended. When it becomes so, the master
+            does not answer a waiting request, so a new one is made.
     """
     poll, began_s, was_idle = _in_background(ask), clock(), False
     while True:
@@ -114,7 +114,7 @@ class TimeLimit:
     A trial ends itself at the limit, but only once its script has called dsat.
 
     Args:
-        ask: returns ids of running trials, by number in the search and of restarts.
+        ask: returns ids of running trials, by (number in the search, restarts).
         timeout_s: the user's limit; a trial may hold its slots for up to a minute more.
     """
 
@@ -131,7 +131,7 @@ class TimeLimit:
         self._since_s: dict[tuple[int, int], float] = {}
 
     def overdue(self) -> dict[int, int]:
-        """Return the ids of trials over the limit, by number in the search; list trials rarely."""
+        """Return ids of trials over the limit, by number in the search; empty between checks."""
         now = self._clock()
         if now - self._requested_at_s < min(self._limit_s / 2, _LIST_EVERY_S):
             return {}

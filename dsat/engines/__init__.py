@@ -27,7 +27,7 @@ class Engine(Protocol):
         ...
 
     def poll(self, timeout_s: float) -> list[tuple[int, Outcome]]:
-        """Return the trials that ended since the last call; if none did, wait up to `timeout_s`.
+        """Return ids and outcomes of newly ended trials; if there are none, wait up to `timeout_s`.
 
         Raises:
             EngineError: no trial runs, and none can start, because too few devices work.

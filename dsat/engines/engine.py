@@ -161,7 +161,7 @@ class LocalEngine:
         return ended
 
     def cancel(self, trial_id: int) -> None:
-        """End a running trial, which is CANCELED unless it has a result; or drop a waiting one."""
+        """End a trial that runs (CANCELED unless it has a result), or drop one that still waits."""
         self._queue = [start for start in self._queue if start.trial.id != trial_id]
         if trial_id in self._running:
             self._running[trial_id].canceled = True

@@ -266,7 +266,7 @@ class OwnCommand:
 
 
 def _maps(process: psutil.Process) -> str:
-    """Return the names of the files that a process has mapped, with other text."""
+    """Return the text of a process's /proc/PID/maps, which names its mapped files."""
     return Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
 
 

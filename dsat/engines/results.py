@@ -163,8 +163,8 @@ def describe_end(running: Running) -> str:
 def signal_of_rank(running: Running) -> int | None:
     """Return the signal that ended the first failed rank of a command; None if none did.
 
-    Launchers log it, DeepSpeed's on standard output. If signal N ended a command, its exit status
-    is -N, 128 + N (shells), or 256 - N.
+    Launchers log it (DeepSpeed's launcher on standard output). If signal N ended a command, its
+    exit status is -N, 128 + N (shells), or 256 - N.
     """
     for line in itertools.chain(*(read_end(running.folder / name) for name in log_files(0)[::-1])):
         if match := _EXIT_OF_RANK.search(line):

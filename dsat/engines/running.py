@@ -29,7 +29,7 @@ class Running:
         shares: devices of the trial on each host, in the order of its ranks.
         method: method by which its ranks were started.
         alone: whether its hosts must not run another trial.
-        counted_s: seconds counted against the time limit until `read_s`.
+        counted_s: seconds counted against the time limit until the time `read_s`.
         beside: whether another trial or a simulation ran at the same time.
         ended: the supervisors' "ended" messages, by host.
         lost: message about the host whose loss ended the trial; empty if none.
@@ -91,9 +91,9 @@ def find_overdue(running: Collection[Running], limit_s: float) -> tuple[list[Run
 
 
 def log_activities(running: Collection[Running], next_s: dict[str, float]) -> None:
-    """Log activities of trials that have lasted 5 s, and again every 30 s.
+    """Log trials' activities once they have lasted 5 s, and again every 30 s.
 
-    `next_s` holds for each text the duration at which it is logged again; it is updated.
+    `next_s`, which is updated, maps an activity to the seconds after which it is logged again.
     """
     for entry in running:
         path = entry.folder / ACTIVITY_FILE

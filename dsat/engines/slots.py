@@ -40,7 +40,7 @@ class Slots:
     def find_room(
         self, start: Start, running: Collection[Running], *, alone: bool
     ) -> tuple[Share, ...] | None:
-        """Reserve slots on the fullest hosts that have room; return None if there are too few.
+        """Reserve slots on the fullest hosts with room; return None if too few slots are free.
 
         With `alone`, no other trial may run on the trial's hosts. A simulation needs no slots.
         """

@@ -47,7 +47,7 @@ def remove_hook(folder: Path) -> None:
 
 
 def check_space(folder: Path) -> None:
-    """Raise OSError if a failed trial's disk is full, so that its settings are not blamed."""
+    """Raise OSError if the disk is full, so that a failed trial's settings are not blamed."""
     write_atomically(folder / _SPACE_FILE, " " * _SPACE_BYTES)
     (folder / _SPACE_FILE).unlink()
 
@@ -64,7 +64,7 @@ class CreatedFolders:
         self._names += read_created(folder)
 
     def remove_empty(self) -> None:
-        """Remove the empty folders, innermost first; log each outermost one that is not."""
+        """Remove empty folders, innermost first; log once each outermost folder that has files."""
         for name in sorted(self._names, reverse=True):
             with contextlib.suppress(OSError):  # it is not empty, a link, or gone
                 os.rmdir(name)
@@ -77,7 +77,7 @@ class CreatedFolders:
 
 
 def log_files(cross_rank: int) -> list[str]:
-    """Return the names of one host's logs; no two hosts can append to the same file."""
+    """Return the names of a trial's logs on host number `cross_rank`; hosts cannot share files."""
     part = f"-{cross_rank}" if cross_rank else ""
     return [f"stdout{part}.log", f"stderr{part}.log"]
 

@@ -34,8 +34,8 @@ class Advice:
         gpu: type of GPU whose speed is predicted; empty if speeds are unknown. The strategy is then
             the first that practitioners try.
         needed: bytes that a device needs for a micro batch of 1.
-        other: strategy to compare with: the fastest, or else the first that practitioners try,
-            whichever is not the advised one; None if both are, or if speeds are unknown.
+        other: strategy to compare with: the fastest or, if that is advised, the first that
+            practitioners try; None if these are the same, or if speeds are unknown.
         speedup: predicted speed, relative to `other`.
     """
 
@@ -102,7 +102,7 @@ def _best(
 
 
 def _usual_gpu(size: int) -> GpuModel | None:
-    """Return the fastest type of GPU with about this memory; None if there is none."""
+    """Return the fastest type of GPU with about `size` bytes of memory; None if there is none."""
     similar = [c for c in gpus.table().values() if abs(c.memory_bytes - size) < _SIZE_TOLERANCE]
     return max(similar, key=lambda gpu: gpu.peak(2), default=None)
 

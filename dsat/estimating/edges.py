@@ -49,7 +49,7 @@ def describe(missing_bytes: int, saved_bytes: int) -> str:
 
 
 def missing(needed_bytes: int, memory_bytes: int) -> int:
-    """Return the bytes that a device lacks, including a margin of 5 %; negative if none are."""
+    """Return the bytes that a device lacks, with a margin of 5 %; negative if memory suffices."""
     return round(needed_bytes * UNCALIBRATED_MARGIN) - memory_bytes
 
 

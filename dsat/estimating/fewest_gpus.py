@@ -53,7 +53,7 @@ def fewest(
     host_memory: int | None = None,
     sizes: Sequence[int] = SIZES,
 ) -> list[Choice]:
-    """Return the fewest GPUs of each size without offloading, and with it if fewer are then enough.
+    """Return the fewest GPUs of each size without offloading, and with it if that needs fewer.
 
     Args:
         base: the user's DeepSpeed configuration.
@@ -70,7 +70,7 @@ def fewest(
         counts = [n for n in counts if total % (per_group * shared.data(n)) == 0]
 
     def choose(gpus: int, size: int, among: Sequence[Strategy]) -> list[Choice]:
-        """Return a choice for each strategy that fits the GPUs; ignore the host's memory."""
+        """Return a choice for each strategy in `among` that fits the GPUs; ignore host memory."""
         choices, facts = [], basis.variants[0].facts
         model = MemoryModel(basis, slots=gpus, limit_bytes=size, on_device=True)
         for strategy in among:

@@ -119,7 +119,7 @@ class Fit:
 
 
 def _size(size_bytes: int) -> str:
-    """Return a size as the user is likely to have written it."""
+    """Return a size in GB, if whole, and GiB: the user may have written either."""
     gigabytes, rest = divmod(size_bytes, _GB)
     size = fmt.memory(size_bytes)
     return size if rest else f"{gigabytes:,} GB ({size})"
@@ -162,7 +162,7 @@ def fit(settings: EstimateSettings) -> Fit:
 
 
 def _devices(settings: EstimateSettings) -> EstimateSettings:
-    """Return the settings for a table of only the devices of `settings.fits`."""
+    """Return settings for a table of `settings.fits`; raise UserInputError if values conflict."""
     assert settings.fits is not None
     slots, gpu_bytes, host_memory = settings.fits
     if host_memory is None:
@@ -181,7 +181,7 @@ def _devices(settings: EstimateSettings) -> EstimateSettings:
 
 
 def _check(model: SimulatedModel, devices: EstimateSettings, candidate: _Candidate) -> Fit:
-    """Predict a configuration's memory by simulation or `--formula`, and compare it."""
+    """Predict a configuration's memory (by formula with `--formula`); compare it with `devices`."""
     [slots], [gpu_bytes] = devices.slot_counts, devices.slot_memories
     batch = ds_config.resolve_batch(model.config, slots, where="--fits")
     config = {**ds_config.drop_batch_sizes(candidate.config), ds_config.BATCH_KEYS[2]: batch.gas}

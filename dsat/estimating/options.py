@@ -15,7 +15,7 @@ _COUNT = re.compile(r"([^a-z]*)x", re.IGNORECASE)  # of `8x80GiB`
 
 
 def _gpus(value: str) -> tuple[int, int, int | None]:
-    """Parse `8x80GiB/1TiB` or `8xH100` into number of devices, bytes of each, and bytes of a host.
+    """Parse `8x80GiB/1TiB` or `8xH100` into number of devices, bytes of each, bytes of a host.
 
     The number is 1 by default; the host is None if it is not given.
     """

@@ -268,7 +268,7 @@ def opened(settings: EstimateSettings) -> Iterator[LineByLine]:
 
 
 def estimate(settings: EstimateSettings) -> Estimate:
-    """Simulate a model and return its tables; raises as `opened` does."""
+    """Simulate a model and return its tables; raise the same errors as `opened`."""
     with opened(settings) as tables:
         for _ in tables.simulate():
             pass
@@ -291,7 +291,7 @@ def needed_bytes(basis: Basis, config: Mapping[str, Any], slots: int) -> int:
 
 
 def _pinning(lines: Sequence[Line]) -> list[str]:
-    """Return a sentence on the most memory that `"pin_memory": false` saves, if it is much."""
+    """Return a sentence on the memory that `"pin_memory": false` saves; nothing if it is little."""
     saved = [line for line in lines if line.saved > _MUCH * line.host]
     if not saved:
         return []

@@ -130,7 +130,7 @@ class BatchCounter:
         self.warning: str | None = None
 
     def count(self, values: Iterable[Any]) -> Fed:
-        """Count samples and tokens in a forward pass's arguments; does not wait for a device."""
+        """Count samples and tokens in a forward pass's arguments, without waiting for a device."""
         leaves = self._finder.find(values)
         shapes = {place: _shape(leaf) for place, leaf in leaves.items()}
         if self._carriers is None:

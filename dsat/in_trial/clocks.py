@@ -109,7 +109,7 @@ class MemoryWatch:
             self._peaks[kind, phase] = max(value, self._peaks.get((kind, phase), 0))
 
     def note_measured_steps(self) -> None:
-        """Raise the highest peak to that of the measured steps, which have no peaks by phase."""
+        """Raise the largest phase's peak to the measured steps' peak, whose phase is unknown."""
         for kind, value in self._read().items():
             peaks = {key: peak for key, peak in self._peaks.items() if key[0] == kind}
             largest = max(peaks, key=lambda key: peaks[key])
@@ -167,7 +167,7 @@ class ProcessMemory:
 
 
 def _read_status(key: str) -> int:
-    """Return a size in /proc/self/status, in bytes; the peak resident set if it is missing."""
+    """Return a size from /proc/self/status in bytes; without `key`, the peak resident set."""
     with open("/proc/self/status") as file:
         for line in file:
             if line.startswith(key):

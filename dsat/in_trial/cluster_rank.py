@@ -57,8 +57,8 @@ def spec_for_hparams(
 def attach(hparams: Mapping[str, Any]) -> Task | None:
     """Make this process a rank of the trial that the hyperparameters name; return its task.
 
-    Return None if they name no trial, as without a cluster or in a full-length training. In either
-    case, set the script's switches. Later calls only return the task.
+    Return None if they name no trial, as without a cluster or in a full-length training. With or
+    without a trial, set the script's switches. Later calls only return the task.
 
     Raises:
         InvalidTrial: a switch can no longer be set.

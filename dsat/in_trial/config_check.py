@@ -142,7 +142,7 @@ def check(config: Mapping[str, Any], *, whole: bool, version: str) -> Verdict:
 
 
 def _find_removed(config: Mapping[str, Any], key: str, text: str) -> str:
-    """Return the path of the setting that causes an error; the key if no single part does."""
+    """Return the path of the setting that causes an error; `key` if no single one below it does."""
     value = config[key]
     for inner in value if isinstance(value, Mapping) else ():
         error = _read({key: {name: part for name, part in value.items() if name != inner}})[1]
@@ -181,7 +181,7 @@ def _default_parallelism(path: str) -> int:
 
 
 def _read(config: Mapping[str, Any]) -> tuple[_Section, Exception | None]:
-    """Let DeepSpeed parse a configuration; return it with its recorded reads, and any error."""
+    """Let DeepSpeed parse a configuration; return it with a record of read keys, and any error."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     section = _Section({**config, **_BATCH})

@@ -28,7 +28,7 @@ def report_unmeasured(folder: Path, error: BaseException) -> None:
 
 
 def report_exit(folder: Path) -> None:
-    """Report an error if the script itself, not a launcher, ended with `sys.exit` and one."""
+    """Report the error with which the script itself, not a launcher, called `sys.exit`, if any."""
     if TRIAL.exit is not None and TRIAL.exit.has_failed and TRIAL.exit.place:
         report_unmeasured(folder, TRIAL.exit.error)
 

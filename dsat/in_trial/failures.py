@@ -222,7 +222,7 @@ def _is_of_dsat(error: BaseException) -> bool:
 
 
 def _memory_kind(error: BaseException) -> OutcomeKind | None:
-    """Return which memory ran out; None for other errors."""
+    """Return the kind of error if memory of the device or the host ran out; None for others."""
     host_kind = OutcomeKind.HOST_OOM if _uses_cuda() else OutcomeKind.OOM
     if isinstance(error, MemoryError):
         return host_kind

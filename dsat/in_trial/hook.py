@@ -69,7 +69,7 @@ def _change_arguments(path: Path) -> None:
 
 
 def _watch(folder: Path, start: dict[str, Any], *, is_rank: bool) -> None:
-    """Make `dsat.in_trial.rank` prepare the process when it imports DeepSpeed or transformers."""
+    """When this process imports DeepSpeed or transformers, let `dsat.in_trial.rank` prepare it."""
     import wrapt
 
     from dsat.in_trial.adapters.trial import TRIAL
@@ -98,7 +98,7 @@ def _watch(folder: Path, start: dict[str, Any], *, is_rank: bool) -> None:
 
 
 def _mark_process(folder: Path) -> None:
-    """Map this file into memory: dsat recognises the process and its forks by their maps."""
+    """Map this file into memory: dsat recognises the process and its forks by /proc/PID/maps."""
     try:
         import ctypes
 

@@ -110,7 +110,7 @@ class LossWatch:
             self._norm = _total_norm(engine.module.parameters())
 
     def end_step(self, *, micro_steps: int, applied: bool) -> None:
-        """Finish an optimizer step; without `micro_steps` (0), each loss counts as one."""
+        """Finish an optimizer step; if `micro_steps` is 0, the number of losses replaces it."""
         self._steps.append(_Step(self._sum, micro_steps or self.count, applied))
         self._sum, self.count = None, 0
         if not self._needs_norm:
@@ -122,14 +122,14 @@ class LossWatch:
             self._norm = self._engine.get_global_grad_norm()
 
     def _is_misreported(self) -> bool:
-        """Return whether DeepSpeed's norm is wrong: of Muon's updates, or scaled without fp16."""
+        """Return whether DeepSpeed's norm is wrong: Muon's updates', or scaled without fp16."""
         engine = self._engine
         if engine.zero_optimization_stage() > 0 and type(engine.basic_optimizer).__name__ == MUON:
             return True
         return getattr(engine.optimizer, "cur_scale", 1.0) != 1.0 and not engine.fp16_enabled()
 
     def read(self, mean_over_ranks: Callable[[list[float]], list[float]]) -> None:
-        """Read the losses of new steps, a collective call; raises Diverged if they diverge."""
+        """Read the losses of new steps, a collective call; raise Diverged if they diverge."""
         steps = self._steps[self._num_read :]
         if not steps:
             return
@@ -146,7 +146,7 @@ class LossWatch:
         self._check()
 
     def curve(self) -> TrainingCurve:
-        """Return the losses and the gradient norm so far; waits for the device."""
+        """Wait for the device; return the losses and the gradient norm so far."""
         count = self._num_read
         positions = [i for i in range(count) if i < FIRST_STEPS or i >= count - LAST_STEPS]
         norm = math.nan if self._norm is None else float(self._norm)  # waits for the device
@@ -162,7 +162,7 @@ class LossWatch:
         )
 
     def _check(self) -> None:
-        """Raise Diverged if an applied step, or three steps in a row, have no finite loss."""
+        """Raise Diverged if a step not skipped by fp16, or three in a row, has no finite loss."""
         steps = [(i, step) for i, step in enumerate(self._steps, 1) if step.loss is not None]
         latest = [step.loss for _, step in steps[-_LOST_STEPS:]]
         is_lost = len(latest) == _LOST_STEPS and not any(map(math.isfinite, latest))
@@ -203,7 +203,7 @@ def is_in_backward() -> bool:
 
 
 def _numbers(values: Sequence[Any]) -> list[float | None]:
-    """Convert scalar tensors to floats, and keep None; waits for the device once."""
+    """Convert scalar tensors to floats, waiting for the device once; None stays None."""
     import torch
 
     tensors = [value for value in values if value is not None]

@@ -145,7 +145,7 @@ class Meter:
     def describe(self, error: BaseException) -> Outcome:
         """Return the outcome of an error.
 
-        Running out of memory with the user's micro batch says nothing about the trial's.
+        Running out of memory with the user's micro batch says nothing about the trial's own.
         """
         outcome = failures.outcome(error)
         if self._engine is None or not outcome.kind.is_out_of_memory:

@@ -41,7 +41,7 @@ def compares_samples(loss: Any, micro_batch: int, ranks: int) -> bool:
 
 
 def _size_of_pairs(node: Any) -> tuple[int, int] | None:
-    """Return rows and columns of a node's matrix of pairs; None if it compares no outputs."""
+    """Return rows and columns of a node's matrix of pairs; None if the node compares no outputs."""
     name, operands = node.name(), node.next_functions
     if not name.startswith(("MmBackward", "BmmBackward", *_DISTANCES, *_BY_ELEMENT)):
         return None

@@ -240,7 +240,7 @@ class Rank:
         """Return the flag that trials must set to change accumulation; empty if there is none.
 
         No flag is needed if the script has a Trainer, whose arguments trials set, or a flag with
-        the Trainer's name. None helps if the script ignores `gradient_accumulation_steps`.
+        the Trainer's name. No flag helps if the script ignores `gradient_accumulation_steps`.
         """
         spec, switches, args = self._spec, TRIAL.trainer.switches.found, sys.argv[1:]
         facts = None if outcome.training is None else outcome.training.facts
@@ -359,7 +359,7 @@ def _adapt_to_machine(spec: RankSpec) -> RankSpec:
 
 
 def _limit(budget_bytes: int) -> None:
-    """Limit this process's memory after the imports that DeepSpeed 0.19.8 would do later."""
+    """Import what DeepSpeed 0.19.8 would import later, then limit this process's memory."""
     importlib.import_module("torch._inductor.compile_fx")
     limit_memory(budget_bytes)
 
@@ -368,8 +368,8 @@ def _find_libraries(known_modules: set[str], env: Mapping[str, str]) -> list[str
     """Return the names of modules that the script imported from installed packages, in order.
 
     Later trials import them early. Names of packages would not be enough: some import most of their
-    modules only when used. Return none if the script set environment variables, since these may
-    have to be set before the imports.
+    modules only when used. Return an empty list if the script set environment variables,
+    since these may have to be set before the imports.
     """
     changes = {key for key, value in os.environ.items() if env.get(key) != value}
     if any(not key.startswith(_SET_BY_LIBRARIES) for key in changes):

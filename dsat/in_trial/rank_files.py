@@ -115,7 +115,7 @@ def has_begun(folder: Path, rank: int | str) -> bool:
 
 
 def write_outcome(folder: Path, rank: int, outcome: Outcome) -> None:
-    """Write a rank's failure or rank 0's measurement; measurements are equal on all ranks."""
+    """Write a failure, or a measurement on rank 0 only, since all ranks have the same."""
     if outcome.ok and rank != 0:
         return
     path = folder / (METRICS_FILE if outcome.ok else result_file(rank))

@@ -176,7 +176,7 @@ def dsat_reporting_context(
 
 
 def _attach(hparams: Mapping[str, Any] | None) -> Task | None:
-    """On a cluster, make this process a rank of the trial that the hyperparameters name.
+    """On a cluster, make this process a rank of the trial that `hparams` names, if it names one.
 
     The hyperparameters of a full-length training name no trial, but may have switches to set.
     """

@@ -45,7 +45,7 @@ def find_accumulation_flag(args: Sequence[str], gas: int, options: Mapping[str, 
 
 
 def _flags_with(args: Sequence[str], value: int, options: Mapping[str, Any]) -> list[str]:
-    """Return the flags with this value: first those in the arguments, then those by default."""
+    """Return flags that have this value in the arguments, then those that have it by default."""
     arguments = {}
     for word, next_word in zip(args, [*args[1:], ""], strict=False):
         flag, has_value, text = word.partition("=")

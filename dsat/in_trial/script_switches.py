@@ -57,7 +57,7 @@ class ScriptSwitches:
     def set_arguments(self, args: Any, config: Mapping[str, Any]) -> None:
         """Record the switches of `TrainingArguments`, and set the trial's values.
 
-        Call this before transformers checks the arguments.
+        Call this before transformers checks them. Raises InvalidTrial for a missing field.
         """
         self._has_arguments = True
         self._is_on_by_arguments = bool(self._targets.get(CHECKPOINTING, _checkpointing_of(args)))

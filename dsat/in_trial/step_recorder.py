@@ -57,7 +57,7 @@ class StepMarks:
         return min(counts, default=0)
 
     def is_full(self, spec: MeterSpec) -> bool:
-        """Return whether no micro step or sample is missing, as at the end of an epoch."""
+        """Return whether no micro step or sample is missing, as some may be at an epoch's end."""
         enough = self.micro_steps == 0 or self.micro_steps >= spec.gas
         rows = [call.rows for call in self.calls if call.rows is not None]
         return enough and all(count >= spec.micro_batch for count in rows)

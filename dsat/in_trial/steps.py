@@ -114,14 +114,14 @@ def relative_ci95(values: Sequence[float]) -> float:
 
 
 def steps_wanted(count: int, ci95: float, limit: int) -> int:
-    """Return the total number of steps to measure before the next check, above `count`."""
+    """Return the total number of steps before the next check: above `count`, up to `limit`."""
     target = count + 1 if math.isinf(ci95) else math.ceil(count * (ci95 / CI_TARGET) ** 2)
     # At most double: the first few steps hardly show the spread.
     return max(count + 1, min(limit, target, 2 * count))
 
 
 def _accidents(values: Sequence[float], may_be_accident: Sequence[bool]) -> list[int]:
-    """Return the positions of far longer steps; none if they are frequent or may have a reason."""
+    """Return positions of far longer steps; none if frequent, or if one cannot be an accident."""
     median = statistics.median(values)
     spread = 1.4826 * statistics.median([abs(value - median) for value in values])
     bound = median + max(_FAR * spread, _FAR_AT_LEAST * median)

@@ -129,8 +129,10 @@ class Setup:
     Attributes:
         facts: one slot's share of the model.
         slots: number of slots in a ZeRO group.
-        accumulation_bytes, master_bytes, moment_bytes: bytes per element.
-        bucket, live, prefetch: numbers of elements.
+        accumulation_bytes, master_bytes, moment_bytes: bytes per element of accumulated gradients,
+            of master weights and of a moment.
+        bucket, live, prefetch: numbers of elements in a gradient bucket, of parameters that stay
+            gathered, and of parameters to prefetch.
         buckets: number of gradient buckets.
         hpz: slots that share a secondary copy of the parameters; at most 1 if there is none.
     """

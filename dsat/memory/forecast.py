@@ -67,7 +67,7 @@ class Forecast:
         return self.model.fits(shape, max(1, math.floor(micro_batch / factor)))
 
     def describe(self) -> list[str]:
-        """Return a line about the memory of each strategy, and the note of the basis, if any.
+        """Return a line about each strategy's memory; if nothing was simulated, add the reason.
 
         A line describes a strategy with the first value of every searched setting.
         """

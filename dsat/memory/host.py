@@ -90,7 +90,7 @@ def pins_by_default() -> bool:
 
 
 def pinned_bytes(size: float) -> int:
-    """Return the bytes allocated for a block of pinned memory.
+    """Return the bytes allocated for a pinned block of `size` bytes.
 
     torch rounds up to a power of two (ATen/core/CachingHostAllocator.h), unless environment
     variables of torch or DeepSpeed prevent it.

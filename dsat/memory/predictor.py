@@ -46,7 +46,7 @@ class Anchor:
     """A simulated configuration.
 
     Attributes:
-        slots: number of simulated slots; None if memory is predicted for the same number.
+        slots: number of simulated slots; None if it is the number for which memory is predicted.
     """
 
     config: Mapping[str, Any]
@@ -126,7 +126,7 @@ class Shape:
 
     @functools.cached_property
     def highest(self) -> Sequence[Line]:
-        """Lines that decide the peak, without those that are nowhere higher than another line."""
+        """Lines that may decide the peak, without any line that is below another one everywhere."""
         lines = {
             (line.fixed, line.per_sample, line.per_pair)
             for lines in self.phases.values()

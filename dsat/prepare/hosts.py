@@ -99,7 +99,7 @@ def check_kinds(host: Host) -> None:
 
 
 def extend_slots(hosts: Sequence[Host], slots: int) -> tuple[Host, ...]:
-    """Return hosts with enough CPU slots for a trial, even if it exceeds the quota of cores."""
+    """Return hosts with enough CPU slots for a trial, even beyond the quota of cores."""
     share = -(-slots // len(hosts))
     return tuple(replace(host, machine=host.machine.extend(share)) for host in hosts)
 

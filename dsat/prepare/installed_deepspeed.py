@@ -54,7 +54,7 @@ def check(experiment: Experiment, program: Entrypoint) -> dict[str, Any]:
     """Check the user's configuration, overrides and listed values with the installed DeepSpeed.
 
     DeepSpeed runs in a separate process, since its import takes seconds. Returns its defaults by
-    path. If DeepSpeed is missing, does not run, or is not that of the trials, everything passes and
+    path. If DeepSpeed is missing, does not run, or differs from the trials', everything passes and
     the result is empty. Raises UserInputError for a refused key, type, value or combination.
     """
     questions = list(_questions(experiment))

@@ -149,7 +149,7 @@ def name_of(model: str, path: Path) -> str:
 
 
 def _read_source(settings: ModelSettings) -> Source:
-    """Return the user's script, or dsat's own script if the user gave a model."""
+    """Return the user's script, or dsat's own script for a model that the user gave."""
     if settings.model is not None:
         return _script_for(settings, settings.model)
     source = sources.read(settings)

@@ -86,7 +86,7 @@ class Source:
         return (slots or 1) if is_plain or self.is_script else None
 
     def run_to_training(self, timeout_s: float, slots: int | None = None) -> Source:
-        """Run the command up to its training; return the source with what this run shows."""
+        """Run the command up to its training; return the source with facts that the run shows."""
         _log.info("running `%s` up to its training", shlex.join(self.command))
         # Instead of a command for several hosts, one rank of its script runs here.
         launch = self.program.launch
@@ -233,7 +233,7 @@ def _mark_word(program: Entrypoint, folder: Path) -> Entrypoint:
 
 
 def _config_of_command(option: Path | None, program: Entrypoint, folder: Path) -> Path | None:
-    """Return the configuration that `--ds-config` or the script's arguments name, if any."""
+    """Return the configuration in `--ds-config` or the arguments; None if neither names one."""
     path = None if program.config_path is None else folder / program.config_path
     if option is not None and not option.is_file():
         raise UserInputError("there is no such file", where=f"--ds-config {option}")
@@ -334,7 +334,7 @@ def _changes(file_config: Mapping[str, Any], actual_config: Mapping[str, Any]) -
 
 
 def _find_sizes(file_config: Mapping[str, Any], config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the values by which the script replaced "auto" batch sizes, and Ulysses' size."""
+    """Return the script's values of "auto" batch sizes and of the sequence-parallel size."""
     _, *sizes = ds_config.BATCH_KEYS  # the global batch size follows from the others
     autos = [key for key in sizes if file_config.get(key) == ds_config.AUTO]
     values = {key: (config or {}).get(key) for key in [*autos, SEQUENCE_SIZE]}

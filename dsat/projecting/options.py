@@ -21,7 +21,7 @@ from dsat.prepare.target import ModelSettings
 
 
 def _gpus_of_model(value: str) -> tuple[int, str]:
-    """Parse `64xH100` into the number of GPUs and the name of their type."""
+    """Parse `64xH100` into number and type of GPUs; raise ValueError for any other form."""
     match = re.fullmatch(r"\s*([\d.+-]+)\s*[xX]\s*([^,;+]+)", WORD.read(value))
     if match is None:
         raise ValueError(f"invalid GPUs {value!r}: write, for example, 64xH100")

@@ -249,7 +249,7 @@ def _training(result: Projection, row: Row) -> list[str]:
 
 
 def _tokens(number: float) -> str:
-    """Return `300 B` or `500,000`."""
+    """Write a number of tokens: `300 B` or `500,000`."""
     return f"{number:,.0f}" if number < 1e6 else fmt.prefixed(number).replace("G", "B")
 
 
@@ -300,7 +300,7 @@ def _strategies(result: Projection, rows: Sequence[Row]) -> Table:
 
 
 def _cells(result: Projection, row: Row) -> list[str]:
-    """Return strategy, micro batch, global batch and throughput."""
+    """Return a row's cells: strategy, micro batch, global batch and throughput."""
     batch = str(row.micro_batch) if row.gas == 1 else f"{row.micro_batch} x {row.gas}"
     rate = _rate(row, result.sequence_length)
     return [row.strategy.label, batch, f"{row.global_batch:,}", rate]

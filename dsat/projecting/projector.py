@@ -260,7 +260,7 @@ class Projector:
         return tuple(sorted(candidates, key=order)[:_BEST])
 
     def row(self, strategy: Strategy, slots: int, micro_batch: int) -> Row | None:
-        """Predict one configuration; None if not simulated, or not divisible by the GPUs."""
+        """Predict one configuration; None if it was not simulated or `slots` does not suit it."""
         traced = self._traced
         gas, parallelism = traced.gas(slots, micro_batch), traced.parallelism
         if strategy not in traced.traces or gas < 1 or slots % parallelism.shared:

@@ -103,7 +103,7 @@ class ProjectedSpeed:
         return StepTime(seconds, seconds / spread, seconds * spread, self._parts(points, seconds))
 
     def _parts(self, points: Points, seconds: float) -> dict[str, float]:
-        """Split a step's time by removing the columns of one part after another."""
+        """Return the seconds of each part, found by removing one part's columns after another."""
         rest, earlier_s, parts = points, self._physical(points), {}
         scale = seconds / earlier_s
         for name, columns in _PARTS.items():

@@ -102,7 +102,7 @@ class Cluster:
 
 
 def hardware_of(gpu: GpuModel) -> Hardware:
-    """Return a GPU's speed for traced work: launches in `_UNIT_S`, host optimizer in seconds."""
+    """Return a GPU's speed for work with launches in `_UNIT_S` and host optimizer in seconds."""
     return replace(
         step_time.hardware_of(gpu, 2), host_memory_bandwidth=1.0, launch_s=_UNIT_S, filling=0.0
     )
@@ -224,19 +224,19 @@ def _kernel_s(kernel: Kernels, gpu: GpuModel) -> float:
 
 
 def _once(trace: StepTrace, kind: str) -> float:
-    """Return how many more bytes the passes of the last micro step move than those before it."""
+    """Return how many more bytes of `kind` the last micro step's passes move than earlier ones."""
     last, earlier = (trace.bytes_of(kind, _PASSES, last=is_last) for is_last in (True, False))
     return max(0.0, last - earlier)
 
 
 def _added_bytes(trace: StepTrace, model: ModelTrace, *, last: bool) -> float:
-    """Return the bytes that the engine moves in the passes beyond those of the model's kernels."""
+    """Return the bytes that the engine moves in the passes in addition to the model's kernels."""
     model_bytes = sum(k.bytes * k.count for k in model.at(trace.micro_batch) if k.kind == MEMORY)
     return max(0.0, trace.bytes_of(MEMORY, _PASSES, last=last) - model_bytes)
 
 
 def _scale_batch(trace: StepTrace, micro_batch: int, parallelism: Parallelism) -> list[Collectives]:
-    """Return the collectives at another micro batch, which scales those that carry activations."""
+    """Return the collectives at another micro batch; those that carry activations are scaled."""
     ratio = micro_batch / trace.micro_batch
 
     def carries_activations(group: Collectives) -> bool:

@@ -95,7 +95,7 @@ def _squares_beside_drift(values: Sequence[float]) -> float:
 
 
 def _prior_freedom(pairs: int, searched: int) -> int:
-    """Return the prior's degrees of freedom for a number of pairs and of runs of the search."""
+    """Return the prior's degrees of freedom, given the numbers of pairs and of search runs."""
     return {1: 1 + searched, 2: 1}.get(pairs, 0)
 
 

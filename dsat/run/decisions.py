@@ -186,7 +186,7 @@ class Decisions:
 
     @property
     def _plan_of_search(self) -> Plan:
-        """The plan, limited to the script's own micro batch if trials cannot change this one."""
+        """The plan, limited to the script's own micro batch if trials cannot change it."""
         outcomes = self.run.outcomes.values()
         fixed = next((outcome.fixed_batch for outcome in outcomes if outcome.fixed_batch), None)
         if fixed is None or self.run.batch_flag.name:

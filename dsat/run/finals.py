@@ -169,7 +169,7 @@ class Rules:
 
     @classmethod
     def of_event(cls, event: Mapping[str, Any]) -> Rules:
-        """Return the rules in a finals event; those of earlier versions replace missing ones."""
+        """Return the rules in a finals event; missing ones get the values of earlier versions."""
         return cls(
             trials=event["trials"],
             indifference=event["indifference"],

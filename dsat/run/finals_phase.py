@@ -95,9 +95,9 @@ def next_trial(run: Run) -> Trial | None:
 def _match_own_batch(
     run: Run, pick: Trial
 ) -> tuple[dict[str, Any], BatchTriple, dict[str, Any]] | None:
-    """Return the configuration to compare at the user's global batch size.
+    """Return overrides, batch sizes and switches to compare at the user's global batch size.
 
-    It is the best one that the search measured at that size, or else the pick's settings with
+    These are the best that the search measured at that size, or else the pick's settings with
     gradient accumulation if necessary. Return None if the pick itself has that size, if the result
     would be the user's own configuration, or if no allowed micro batch divides the size.
     """

@@ -86,7 +86,7 @@ def is_locked(folder: Path) -> bool:
 
 
 def _holder(descriptor: int) -> str:
-    """Return ` (process 71 on host, since 2026-11-29 10:31:02)`; empty if the file names none."""
+    """Return ` (process 71 on host, since 2026-11-29 10:31:02)`; empty if the holder is unknown."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         holder: dict[str, Any] = json.loads(os.pread(descriptor, 4096, 0))
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since_s"]))

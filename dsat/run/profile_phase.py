@@ -51,7 +51,7 @@ class ProfilePhase:
 
     @cached_property
     def _divisions(self) -> list[Parallelism]:
-        """The parallelisms; the next is tried if no fallback fits with the first."""
+        """Parallelisms to try in order: the next one if no fallback strategy fits with the last."""
         return strategies.divisions(self._plan)
 
     @property

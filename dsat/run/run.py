@@ -249,7 +249,7 @@ class Run:
 
     @property
     def _surely_best(self) -> Trial | None:
-        """Best trial that surely beats the baseline by enough, or cannot be compared with it."""
+        """Best trial that surely beats the baseline by enough, or cannot be compared; else None."""
         admitted = [trial for trial in searched(self) if self.plan.admits(trial.batch)]
         eligible = [trial for trial in admitted if trial.id not in self.disqualified]
         ranked = sorted(eligible, key=lambda t: self.plan.objective.loss(self.value(t) or 0.0))
@@ -275,7 +275,7 @@ class Run:
 
     @property
     def best_outcome(self) -> Outcome | None:
-        """Outcome of the best configuration; see `typical_outcome`."""
+        """Outcome of the best configuration (see `typical_outcome`); None without one."""
         return None if self.best is None else typical_outcome(self, self.best)
 
     @property
@@ -286,7 +286,7 @@ class Run:
 
     @property
     def best_value(self) -> float | None:
-        """The objective's value of the best configuration; see `final_value`."""
+        """The objective's value of the best configuration (see `final_value`); None without one."""
         return None if self.best is None else final_value(self, self.best)
 
     @property
@@ -362,7 +362,7 @@ def searched(run: Run) -> list[Trial]:
 
 
 def final_value(run: Run, trial: Trial) -> float | None:
-    """Return the mean value of a trial in the finals' pairs, or else the value of its first run.
+    """Return a trial's mean value in the finals' pairs, or else its first run's value, or None.
 
     The mean is used only if the best configuration is in the pairs, so that the values of the best
     and of the user's own configuration can be compared.
@@ -375,7 +375,7 @@ def final_value(run: Run, trial: Trial) -> float | None:
 
 
 def typical_outcome(run: Run, trial: Trial) -> Outcome | None:
-    """Return the outcome of a trial's median re-run in the finals; without a pair, of the trial.
+    """Return the outcome of a trial's median re-run in the finals; without a pair, its own, if any.
 
     Once the search resumes after finals, their re-runs are ignored.
     """

@@ -127,7 +127,7 @@ def compare(
 
 
 def norms_agree(first: TrainingCurve, other: TrainingCurve, precision: str) -> bool | None:
-    """Return whether two trainings begin with equal gradient norms; None if one is unknown."""
+    """Return whether the first gradient norms agree within rounding; None if one is unknown."""
     first_norm, other_norm = first.gradient_norm, other.gradient_norm
     if first_norm is None or other_norm is None:
         return None

@@ -155,7 +155,7 @@ def _may_offload(plan: Plan, strategy: Strategy) -> bool:
 
 
 def _peak_bytes(plan: Plan, strategy: Strategy) -> tuple[int, int]:
-    """Return the predicted peaks of `_SOME_MODEL` in bytes: of all phases, and without `init`."""
+    """Return predicted peaks of `_SOME_MODEL` in bytes: of all phases, and of all but `init`."""
     config = plan.config(profile_overrides(plan, strategy, micro_batch=1))
     is_auto = ds_config.data_types(config)[0] is None
     facts = replace(_SOME_MODEL, param_bytes=2 if is_auto else 4)

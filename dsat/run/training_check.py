@@ -133,7 +133,7 @@ class TrainingCheck:
         )
 
     def _likely_wrong(self, pick: Trial) -> str:
-        """Describe which of the two is likely wrong, from known faults or from other trials."""
+        """Say which is likely wrong, pick or baseline, by known faults or by other trials."""
         version, pair = self.version, {_OWN: self.own, "this configuration": pick}
         faults = {
             name: hazard[0].describe(version or "")

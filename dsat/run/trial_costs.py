@@ -87,7 +87,7 @@ class TrialCosts:
         return np.asarray(step_s) > most_s
 
     def are_unaffordable(self, step_s: Any) -> Any:
-        """Return which trials exceed the time left for the search, or are too long for finals."""
+        """Return whether each trial exceeds the search's time left, or is too long for finals."""
         longest_s = max(_LONGEST * self._baseline_s, _LONGEST_S)
         return self.trial_s(step_s) > min(self.left_s, longest_s)
 

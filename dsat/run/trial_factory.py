@@ -70,7 +70,7 @@ def _value_to_beat(run: Run) -> dict[str, float]:
 
 
 def _name(run: Run, kind: TrialKind, stem: str, digest: str) -> str:
-    """Return a unique name, `profile_z1_gas1_tmbspg3`; a search trial's kind is omitted."""
+    """Return a unique name, `profile_z1_gas1_tmbspg3`, or without the kind for a search trial."""
     if kind is TrialKind.FINAL:
         stem = f"{kind.value}{count_finals(run) + 1}_{stem}"
     elif kind is not TrialKind.SEARCH:

@@ -41,7 +41,7 @@ def usual_options(method: str) -> dict[str, Any]:
 
 
 def parameters_of(method: str) -> set[str]:
-    """Return the names of a search's constructor parameters, inherited ones too, for users."""
+    """Return the constructor parameters of a search that users may set, inherited ones too."""
     names: set[str] = set()
     unnamed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     for ancestor in SEARCHES.get(method, Search).__mro__[:-1]:

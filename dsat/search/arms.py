@@ -70,12 +70,12 @@ class Arm:
 
     @property
     def ours(self) -> list[Observation]:
-        """Trials of the arm that the search proposed."""
+        """The arm's trials that the search proposed."""
         return [t for t in self.observed if t.arm is not None]
 
     @property
     def trials(self) -> int:
-        """Number of finished trials that the search proposed."""
+        """Number of the arm's finished trials that the search proposed."""
         return sum(t.outcome is not None for t in self.ours)
 
     @property
@@ -257,7 +257,7 @@ class Arms:
         return self.middle(arm) is not None
 
     def middle(self, arm: Arm) -> int | None:
-        """Return the middle of the open positions that are allowed; see `pick`."""
+        """Return the middle of the open, allowed positions, or None; see `pick`."""
         return self.pick(arm, lambda: (arm.lo + arm.hi) // 2)
 
     def pick(self, arm: Arm, choose: Callable[[], int]) -> int | None:

@@ -36,7 +36,7 @@ NO_NEW_BEST = early_stopping("end the search after N trials without a new best")
 
 @dataclass(frozen=True)
 class Observation:
-    """A finished or running trial, except those of the finals.
+    """A finished or running trial that is not part of the finals.
 
     Attributes:
         point: the trial's point in the space, or the nearest one; None if its strategy is not
@@ -101,10 +101,10 @@ class Costs(Protocol):
         """Seconds that the search may still take."""
 
     def are_too_long(self, step_s: Any) -> Any:
-        """Return which trials must not start, given the seconds of an optimizer step."""
+        """Return whether each trial must not start, given its seconds per optimizer step."""
 
     def are_unaffordable(self, step_s: Any) -> Any:
-        """Return which trials take more time than they are worth, given the seconds of a step."""
+        """Return whether each trial takes longer than it is worth, given its seconds per step."""
 
     def step_s(self, strategy: Strategy, batch: BatchTriple) -> float:
         """Return a low estimate of the seconds of a step; 0 if unknown."""
@@ -230,7 +230,7 @@ def largest_micro_batch(
 ) -> float:
     """Return the largest micro batch that should fit with some settings; 0 if none does.
 
-    Without `memory`, only activations count. The result is at most twice the space's largest.
+    Without `memory`, only activations count. The result is at most twice the largest of the space.
     """
     profile = problem.profile
     if memory is not None:

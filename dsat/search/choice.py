@@ -163,7 +163,7 @@ class Chooser:
         }
 
     def _find_preferred(self, candidates: Candidates, worth: Array, first: Array) -> Array:
-        """Return which candidates promise more than all due first trials, (n,).
+        """Return a mask of the candidates that promise more than all due first trials, (n,).
 
         Candidates for which time will still be left after these first trials do not count.
         """

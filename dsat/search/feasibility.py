@@ -95,7 +95,7 @@ class Feasibility:
             self._ran[branch] = min(self._ran[branch], octaves - 1e-3)
 
     def _blame(self, failures: Sequence[Ended], ended: Sequence[Ended]) -> None:
-        """Blame a failure on its values that never ran; if all ran, on all (a timeout on none)."""
+        """Blame failures on values that never ran; if all ran, on all values (timeouts on none)."""
         for trial in ended if failures else ():
             if trial.outcome.ok or trial.outcome.kind.is_out_of_memory:
                 self._sound.update(trial.values)
@@ -123,10 +123,10 @@ class Feasibility:
         return chance
 
     def runs(self, values: Values) -> float:
-        """Return the probability to run if memory suffices, which is that of the worst value."""
+        """Return the probability to run if memory suffices: the lowest one among the values."""
         return min(map(self._is_sound, values), default=1.0) if self._unsound else 1.0
 
     def _is_sound(self, value: tuple[str, str]) -> float:
-        """Return the probability that one value runs; it falls fastest for one that never ran."""
+        """Return the probability that a value runs; failures lower it most if it never ran."""
         ran, failed = self._sound[value], self._unsound.get(value, 0.0)
         return (1 + ran) / (1 + ran + failed) if ran else 1 / (1 + (2 * failed) ** 2)

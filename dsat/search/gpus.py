@@ -99,7 +99,7 @@ def named(name: str) -> GpuModel | None:
     First, a model matches if the given name has all words of the model's name; the longest name
     wins. Else, a model matches if its name has all words of the given name; the largest memory
     wins. A variant in the given name (`pcie`) must be in the model's name too. A memory size in the
-    given name must be about that of the model.
+    given name must be about the model's.
     """
     query = _words(name)
     gpus = {key: gpu for key, gpu in table().items() if _has_memory(gpu, query)}

@@ -114,7 +114,7 @@ class GridSearch(Search):
         return max(0, bisect.bisect_right(self._sizes, max(1, int(largest))) - 1)
 
     def _progress(self, observations: Sequence[Observation]) -> list[tuple[float | None, int]]:
-        """Return the best value of each branch, and the number of proposed trials since then."""
+        """Return each branch's best value, and the number of proposed trials that ended since."""
         proposed: list[list[Observation]] = [[] for _ in self.problem.space.branches]
         for observation in observations:
             if observation.point is not None and observation.arm is not None:

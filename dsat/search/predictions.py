@@ -158,7 +158,7 @@ class Predictions:
 
     @property
     def best_sizes(self) -> list[float]:
-        """The micro batch of the best so far, if there is one."""
+        """A list with the micro batch of the best configuration so far; empty without one."""
         best = self.incumbent
         return [] if best is None else [float(best[0].micro_batch[0])]
 
@@ -169,7 +169,7 @@ class Predictions:
         return history is not None and not history.admits_any(sizes)
 
     def find_open(self, key: Key, sizes: Array) -> Array:
-        """Return which micro batches may be tried with the given settings, (n,)."""
+        """Return a mask of the micro batches that may be tried with the given settings, (n,)."""
         configurations, history = self.configurations, self.histories.get(key)
         most = math.inf if configurations.memory is None else configurations.edge(key)
         is_open: Array = sizes <= most

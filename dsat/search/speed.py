@@ -89,9 +89,9 @@ class Prior:
         effects: standard deviation of each trait's effect on the log seconds, (values,).
         factors: mean and standard deviation of the logarithms of the learned factors.
         level_sd: standard deviation of any residual, which limits how much two residuals differ. A
-            tenfold value changes every replay by less than 0.1 points.
+            tenfold value changes `benchmarks/replay.py` by less than 0.1 percentage points.
         growth_sd: standard deviation of the residual's slope per doubling of the micro batch.
-            Without it, replays end 0.1 points lower.
+            Without it, the results of `benchmarks/replay.py` are 0.1 percentage points lower.
     """
 
     hardware: Hardware
@@ -284,7 +284,7 @@ def _find_factors(measured: Measurements, theta: Array, scales: Scales) -> Array
     root = np.linalg.inv(np.linalg.cholesky(measured.covariance(scales)))
 
     def evaluate(theta: Array) -> tuple[float, Array]:
-        """Return -2 log posterior (plus a constant), and the next step."""
+        """Return -2 log posterior (plus a constant), and the next Gauss-Newton step."""
         residuals, slopes = (root @ array for array in measured.linearize(theta))
         pull = (theta - prior.mean) / prior.variance
         total = float(residuals @ residuals + (theta - prior.mean) @ pull)

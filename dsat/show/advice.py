@@ -155,7 +155,7 @@ def advise_script(run: Run, best: Trial) -> list[str]:
 
 
 def advise_saving(run: Run, best: Trial) -> list[str]:
-    """Return how to save a model in stage 3, if the best trial uses it and the user does not."""
+    """Return how to save the model if the best trial uses stage 3, but the user's does not."""
     if best.stage != 3 or read_strategy(run.plan.base_config).stage == 3:
         return []
     return [

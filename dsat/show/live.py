@@ -56,7 +56,7 @@ class LiveView(Observer):
             self._console.print(terminal.as_text(line), soft_wrap=True)
 
     def show(self, heading: str, table: Table) -> None:
-        """Show an incomplete table on a terminal; it disappears at the end."""
+        """On a terminal, show a table that is still growing; it disappears at the end."""
         if self._live is not None:
             self._live.transient = True
             rich = terminal.rich_table(table, self._console.width)

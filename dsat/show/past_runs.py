@@ -53,7 +53,7 @@ def folders(above: Path | None = None) -> list[Path]:
 
 
 def _is_of_run(folder: Path, *, if_hidden: bool) -> bool:
-    """Return whether a folder has a journal; `if_hidden` if permissions prevent the check."""
+    """Return whether a folder has a journal, or `if_hidden` if permissions prevent the check."""
     try:
         return stat.S_ISREG((folder / FILE_NAME).stat().st_mode)
     except (OSError, ValueError) as error:

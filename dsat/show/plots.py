@@ -31,7 +31,7 @@ def make_plots(view: RunView) -> list[Spec]:
 
 
 def _throughput(view: RunView) -> Spec | None:
-    """Plot the metric over the micro batch, a line per strategy; mark trials out of memory."""
+    """Plot the metric over the micro batch by strategy; mark trials that ran out of memory."""
     metric = view.plan.metric
     compared = [v for v in view.trials if v.trial.kind is not TrialKind.PROFILE]
     rows = [_row(v, metric) for v in compared]
@@ -80,7 +80,7 @@ def _throughput(view: RunView) -> Spec | None:
 
 
 def _step_times(view: RunView) -> Spec | None:
-    """Plot the parts of an optimizer step per sample, so that batches compare."""
+    """Plot the parts of an optimizer step per sample, to compare different batch sizes."""
     rows = []
     for trial_view in view.ranked[:_MOST_BARS]:
         metrics = trial_view.outcome and trial_view.outcome.metrics

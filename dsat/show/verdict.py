@@ -34,7 +34,7 @@ class GainView:
 
     Attributes:
         ratio: gain in the finals, else `search_gain` (may be None); 1 if the best is the user's.
-        text: the ratio with its interval or with `unconfirmed`; `-` if it is None.
+        text: the ratio with its interval or with `unconfirmed`; `-` without a ratio.
         own_value: value of the objective for the user's configuration; see `run.final_value`.
         finals: comparison by the finals as JSON values; None if there is none (yet).
     """

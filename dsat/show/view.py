@@ -135,7 +135,7 @@ class RunView:
 
     @property
     def best_config(self) -> dict[str, Any] | None:
-        """The best configuration, as it is passed to `deepspeed.initialize`."""
+        """The best configuration, as passed to `deepspeed.initialize`; None if no trial is best."""
         return None if self.best is None else self.plan.config(self.best.trial.overrides)
 
     @property

@@ -45,7 +45,7 @@ def simulate_strategies(
     as_cpu: bool,
     say: Callable[[str], None],
 ) -> Basis:
-    """Simulate one configuration of each strategy, with the user's switches and with others.
+    """Simulate one configuration of each strategy, with the user's and other values of switches.
 
     Args:
         engine: runs the script; a simulation occupies none of its slots.

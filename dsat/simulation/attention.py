@@ -160,7 +160,7 @@ def attention(
 
 
 def _bias(mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """Return the mask, padded and expanded as the memory-efficient kernel requires."""
+    """Return the mask, if any, padded and expanded as the memory-efficient kernel requires."""
     if mask is None:
         return None
     padding = -mask.size(-1) % _MASK_ALIGNMENT

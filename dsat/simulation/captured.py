@@ -25,7 +25,7 @@ class Captured:
 
     Attributes:
         initialize: DeepSpeed's own `deepspeed.initialize`.
-        arguments: its arguments by name, without the configuration.
+        arguments: arguments of that call by name, without the configuration.
         snapshot: the model as the script passed it.
         micro_batch: number of samples in the script's first batch.
         follows_config: whether `micro_batch` is the one in the script's configuration.

@@ -86,7 +86,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return out
 
     def _to_fake(self, func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the arguments of an operator, with a fake tensor for a real one that it copies.
+        """Return an operator's arguments, with a fake tensor in place of a real one that it copies.
 
         The device to which it copies may not exist.
         """
@@ -95,7 +95,7 @@ class ValuesMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         return tuple(args)
 
     def _is_view(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return True for an operator that only views one tensor, a fake tensor of this mode."""
+        """Return True for an operator that only makes a view of one fake tensor of this mode."""
         if not _is_plain_view(func):
             return False
         first, rest = args[0], (args[1:], kwargs)

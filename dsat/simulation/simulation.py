@@ -326,7 +326,7 @@ def check_supported(config: Mapping[str, Any]) -> None:
 def _some_loss(outputs: Any) -> torch.Tensor:
     """Return a loss: the first scalar output that requires a gradient.
 
-    If there is none, return the sum of the means of all outputs that require a gradient.
+    If there is none, return the sum of the means of all outputs that require one.
     """
     trained = [t for t in tensors_in(outputs) if t.requires_grad and t.is_floating_point()]
     if not trained:

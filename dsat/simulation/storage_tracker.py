@@ -101,7 +101,7 @@ class StorageTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def placing(self, place: str) -> Iterator[None]:
-        """Count storages that are allocated in this context as one kind of memory."""
+        """Count storages that are allocated in this context as the kind of memory `place`."""
         self._placement, previous = place, self._placement
         try:
             yield

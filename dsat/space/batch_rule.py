@@ -21,7 +21,7 @@ class BatchRule:
         train_batch_size: if given, the exact global batch size of every configuration.
         divisible_by: micro batches are multiples of this.
         micro_batches: the only micro batches to try; empty for no such limit.
-        min_micro_batch, max_micro_batch: inclusive bounds; None for `LARGEST_MICRO_BATCH`.
+        min_micro_batch, max_micro_batch: inclusive bounds; no maximum means `LARGEST_MICRO_BATCH`.
         max_train_batch_size: if given, accumulation fills the global batch up to this size.
     """
 
@@ -42,7 +42,7 @@ class BatchRule:
 
     @property
     def allowed_micro_batches(self) -> Sequence[int]:
-        """All allowed micro batches, ascending; none if the limits contradict each other."""
+        """All allowed micro batches, ascending; empty if the limits contradict each other."""
         smallest, largest = self.min_micro_batch, self.max_micro_batch or LARGEST_MICRO_BATCH
         if self.max_train_batch_size is not None:
             largest = min(largest, self.max_train_batch_size // self.most_groups)

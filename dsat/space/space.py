@@ -48,7 +48,7 @@ class Branch:
         return tuple(math.prod(counts[:position]) for position in range(len(counts)))
 
     def list_parallelisms(self) -> list[dict[str, Any]]:
-        """Return settings for each searched parallelism; all others have their first values."""
+        """Return settings for each searched parallelism; other settings have their first values."""
         sizes = (*PARALLELISM, _BOTH_SIZES)
         for (key, values), stride in zip(self.searched, self.strides, strict=True):
             if key in sizes:

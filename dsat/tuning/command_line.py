@@ -40,7 +40,7 @@ class CommandLine:
 def write_line(
     settings: Settings, options: Iterable[Option], keywords: Mapping[str, Any]
 ) -> CommandLine | None:
-    """Return the command line that equals a call of `dsat.tune`; None if there is none.
+    """Return the command line that is equivalent to a call of `dsat.tune`; None if there is none.
 
     `options` are the options of `dsat.tune`, and `keywords` the call's values by keyword.
     """

@@ -191,7 +191,7 @@ class LocalSearch(Observer):
     def train(self, out: TextIO | None = None, err: TextIO | None = None) -> None:
         """Train in full length with the best configuration, if the user asked for it.
 
-        The training's output is copied to `out` and `err` as it comes.
+        The output is copied to `out` and `err` as it comes. Raises SearchFailed if training fails.
         """
         best = self.run.best
         if not self.ready.settings.run_full_experiment or best is None or self.interrupted:

@@ -164,7 +164,7 @@ def _global_batch(
 def _data_parallel(
     base: Mapping[str, Any], slots: int, global_batch: int | None, *, tuned: Collection[str]
 ) -> int:
-    """Return `BatchRule.data_parallel`.
+    """Return `BatchRule.data_parallel`, the largest data-parallel size of a trial.
 
     If parallelism is searched, the largest data-parallel size must divide a fixed global batch.
     """
@@ -286,7 +286,7 @@ def _groups(rule: BatchRule) -> str:
 
 
 def find_script_switches(program: Entrypoint, arg_mappings: Mapping[str, str]) -> dict[str, bool]:
-    """Return activation checkpointing with the user's value, if the script has a flag for it."""
+    """Return the user's value of activation checkpointing, by name; empty if no flag sets it."""
     flag = script_args.mappings_for(program.args, arg_mappings).get(CHECKPOINTING)
     if flag is None:
         return {}

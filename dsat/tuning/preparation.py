@@ -53,7 +53,7 @@ class Prepared:
         line: the search as a command line; None if no command line equals the call from Python.
         hosts: hosts of trials; this machine comes first if it is one of them.
         section: enabled `autotuning` section of the user's DeepSpeed configuration, if any.
-        first: the user's command, already running as the first trial; None if it is not.
+        first: the user's command, already running as the first trial; None if it is not running.
         began_s: `time.monotonic` at the start of the preparation, which starts the run's wall time.
     """
 
@@ -78,7 +78,7 @@ class Prepared:
         return [*plans.make_notes(self.settings, self.plan), *section_notes]
 
     def after(self, run: Run) -> Prepared:
-        """Return a copy that starts ranks without the problems that earlier trials reported."""
+        """Return a copy that avoids the problems in starting ranks that earlier trials reported."""
         warnings = {warning for outcome in run.outcomes.values() for warning in outcome.warnings}
         settings, hosts, program = self.settings, self.hosts, self.program
         # The reason may follow in parentheses.

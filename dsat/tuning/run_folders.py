@@ -79,9 +79,9 @@ def _existing(folder: Path, *names: str) -> list[Path]:
 
 
 def _find_run(folder: Path | None, name: str, plan: Plan | None) -> Path:
-    """Return the folder of the run to resume: `folder`, or else that of a run called `name`.
+    """Return the folder of the run to resume: `folder`, or else one with a run called `name`.
 
-    Among several, the one that changed last is chosen, if possible from those of the same plan.
+    Of several runs, the one that changed last is chosen, if possible with the same plan.
     """
     if folder is not None:
         if _read_run(folder) is None:

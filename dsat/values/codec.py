@@ -43,7 +43,7 @@ class Recorded:
 
     @classmethod
     def from_json(cls: type[T], data: Mapping[str, Any]) -> T:
-        """Build the value from a JSON object; raises DecodeError."""
+        """Build the value from a parsed JSON object; raise DecodeError if it is invalid."""
         value: T = decode(cls, data)
         return value
 

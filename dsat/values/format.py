@@ -52,7 +52,7 @@ def memory(size_bytes: float | None, *, whole: bool = False) -> str:
 
 
 def percent(fraction: float) -> str:
-    """Return a percentage, `1.7 %`."""
+    """Return a fraction as a percentage: `1.7 %`."""
     return f"{100 * fraction:.1f} %"
 
 
@@ -63,7 +63,7 @@ def count(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration, `42 s`, `3 min 10 s` or `2 h 05 min`."""
+    """Return a duration as text: `42 s`, `3 min 10 s` or `2 h 05 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{whole} s"
@@ -73,7 +73,7 @@ def duration(seconds: float) -> str:
 
 
 def strategy(name: str) -> str:
-    """Return a strategy's name for a table, `2 offload` for `z2_offload`."""
+    """Return a strategy's name for a table: `2 offload` for `z2_offload`."""
     return name.removeprefix("z").replace("_", " ")
 
 

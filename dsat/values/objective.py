@@ -14,7 +14,7 @@ class Metric:
 
     Attributes:
         unit: printed after a value.
-        has_interval: whether its relative confidence interval is that of the latency.
+        has_interval: whether the latency's relative confidence interval applies to it.
         of_time: whether it is a time or a rate, so that the `model` search can predict it.
         has_prefix: whether large values get a prefix, as in `1.2 TFLOP/s`.
         autotuner_names: other names in DeepSpeed's `autotuning` section.

@@ -46,12 +46,12 @@ class Parallelism:
 
     @property
     def label(self) -> str:
-        """Description, `tensor parallel 2, sequence parallel 4`; empty for data parallel alone."""
+        """Description: `tensor parallel 2, sequence parallel 4`; empty for data parallel alone."""
         sizes = (("tensor", self.tensor), ("sequence", self.sequence))
         return ", ".join(f"{name} parallel {size}" for name, size in sizes if size > 1)
 
     def groups(self, slots: int) -> str:
-        """Return a description, `8 devices` or `4 groups of 2 devices (tensor parallel 2)`."""
+        """Return a description: `8 devices` or `4 groups of 2 devices (tensor parallel 2)`."""
         if self.shared == 1:
             return "1 device" if slots == 1 else f"{slots} devices"
         return f"{self.data(slots)} groups of {self.shared} devices ({self.label})"

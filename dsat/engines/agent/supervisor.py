@@ -88,7 +88,7 @@ class _Group:
     Attributes:
         request: the launch request.
         done: when this file appears, the ranks have `done_grace_s` to end; None afterwards.
-        pidfds: by PID, descriptors that become readable when a rank ends; none before Linux 5.3.
+        pidfds: by PID, descriptors that become readable when a rank ends; empty before Linux 5.3.
     """
 
     request: Mapping[str, Any]

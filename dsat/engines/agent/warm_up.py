@@ -75,7 +75,7 @@ def warm_up(modules: Sequence[str], device: Mapping[str, str]) -> str:
 
 
 def _importing_module() -> str:
-    """Return the name of the module that is being imported, the innermost one; empty if none."""
+    """Return the name of the innermost module that is being imported; empty if none is."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_name != "<module>":
         frame = frame.f_back

@@ -139,7 +139,7 @@ class _Device:
 
 
 def variables_of_memory_in_use() -> dict[str, str]:
-    """Return an environment variable with the memory in use on NVIDIA devices; none if unknown."""
+    """Return an environment variable with the memory in use on NVIDIA devices; empty if unknown."""
     try:
         output = subprocess.run(  # noqa: S603
             _USED_MEMORY, capture_output=True, text=True, check=True, timeout=_ANSWER_LIMIT_S

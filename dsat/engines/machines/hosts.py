@@ -43,7 +43,7 @@ class Share:
 
     Attributes:
         index: position of the host among all hosts.
-        slots: positions in `Machine.devices`; none for simulations and for a first run whose
+        slots: positions in `Machine.devices`; empty for simulations and for a first run whose
             command starts the ranks.
     """
 

@@ -51,7 +51,7 @@ class Machine(Recorded):
         device_name: names of the devices, for messages.
         devices: one entry per slot: the device's value for the visible-devices variable, or a
             CPU core.
-        visible_devices: environment variables that select devices; none on a CPU.
+        visible_devices: environment variables that select devices; empty on a CPU.
         memory_bytes: memory of the smallest device; on a CPU, of the host within the limits of its
             control groups.
         expandable_segments: whether ranks may use expandable segments of torch's allocator.

@@ -65,7 +65,7 @@ def parse_slots(text: str) -> tuple[str, int]:
 def choose(
     nodes: Sequence[NodeResources], count: int | None, slots: int | None, kind: str = ""
 ) -> Parts | None:
-    """Choose equal parts of the freest node and of others like it; None if too little is free.
+    """Choose equal parts of the freest node and of similar nodes; None if too little is free.
 
     Args:
         count: number of nodes; None for all that have enough free slots.

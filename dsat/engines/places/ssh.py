@@ -122,7 +122,7 @@ def reach(names: Sequence[str], port: int | None) -> list[Host]:
 
 
 def _identify_all(prefixes: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return two words that identify each host, by a command run with the host's prefix.
+    """Return each host's boot ID and node name, from a command run with the host's prefix.
 
     Raises:
         UserInputError: a host does not answer, or ssh needs a password.
@@ -169,7 +169,7 @@ def _identify(name: str, process: subprocess.Popen[str]) -> list[str]:
 
 
 def _find_address(name: str, port: int | None) -> tuple[str, bool]:
-    """Return the address at which ssh finds a host, and whether it is surely the host's own.
+    """Return the address that ssh uses for a host, and whether it surely belongs to the host.
 
     If ssh uses a proxy, or a port other than 22, which may be forwarded, the address may belong to
     another host. If this machine cannot resolve the name, the address is the name.

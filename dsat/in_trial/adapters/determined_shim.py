@@ -152,7 +152,7 @@ def _train_context(reports: Path, tensorboard: Path, searcher: Mapping[str, Any]
                 self.best = float(value if self.best is None else better(self.best, value))
 
         def get_experiment_best_validation(self) -> float | None:
-            """Return the best metric so far, by which the policy `best` keeps checkpoints."""
+            """Return the best metric so far, by which policy `best` keeps checkpoints; or None."""
             return self.best
 
     tensorboard.mkdir(exist_ok=True)

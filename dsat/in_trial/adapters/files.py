@@ -101,7 +101,7 @@ def open_file(call: Call) -> Any:
 
 
 def read(call: Call) -> Any:
-    """Read the copy of an older file, if the script has written one."""
+    """Read the trial's copy of an older file, if the script has written to that file."""
     path = call.argument("filename", 0)
     if isinstance(path, (str, os.PathLike)):
         call = call.replace("filename", 0, str(call.trial.files.instead_of(path, "r")))
@@ -164,7 +164,7 @@ _OF_DEEPSPEED = frozenset(
 def client_state(folder: Path, tag: str | None) -> tuple[str | None, dict[str, Any] | None]:
     """Return the client state of a checkpoint, as DeepSpeed's `load_checkpoint` does.
 
-    Model and optimizer are not loaded: a checkpoint fits one ZeRO stage, and trials use others.
+    Model and optimizer are not loaded: a checkpoint fits one ZeRO stage, and trials use several.
 
     Returns:
         The path of a model file, and the client state; None for both if there is no checkpoint.

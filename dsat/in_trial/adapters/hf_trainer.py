@@ -114,7 +114,7 @@ def _read_config(source: Any) -> dict[str, Any]:
 
 
 def _keep_short(args: Any, max_steps: int) -> None:
-    """Limit the steps; disable reports, uploads, resuming, `eval_on_start`, uneven batches."""
+    """Limit steps; disable reports, uploads, resuming, evaluation at start, incomplete batches."""
     args.max_steps = max_steps
     args.report_to = "none"
     args.dataloader_drop_last = True

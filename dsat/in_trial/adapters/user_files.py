@@ -107,7 +107,7 @@ class UserFiles:
         return path is not None and not self._removed.isdisjoint({path, *path.parents})
 
     def move(self, source: Any, target: Any) -> None:
-        """Pretend to move a protected path, or move a new file to a protected target's copy."""
+        """Pretend to move a protected path; move a new file to the copy of a protected target."""
         old, new = absolute(source), absolute(target)
         if old is None or new is None:
             return
@@ -167,7 +167,7 @@ def absolute(path: Any) -> Path | None:
 
 
 def _caches() -> list[Path]:
-    """Return the current cache folders of libraries; a script may change the variables."""
+    """Return libraries' cache folders by the present variables, which a script may change."""
     caches = [Path(os.environ[name]) for name in _CACHE_VARIABLES if os.environ.get(name)]
     return [*(home() / name for name in _CACHE_FOLDERS), *caches]
 
