@@ -32,7 +32,12 @@ def _program(
 
 KINDS = (
     _program("PPO with three engines", "ppo.py ds.json", "trains several engines"),
-    _program("CLIP with gathered features", "clip.py --batch-size 8", "not searched", ranks=2),
+    _program(
+        "CLIP with gathered features",
+        "clip.py --batch-size 8",
+        "the loss compares the samples of a micro batch",
+        ranks=2,
+    ),
     _program("GAN of two engines", "gan.py --batchSize 8", "trains several engines"),
     _program("a stream without a length", "stream.py", config=True),
     _program(
