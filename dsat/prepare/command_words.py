@@ -81,7 +81,7 @@ def make_startable(words: Sequence[str], *, is_known: bool) -> tuple[str, ...]:
     _check_reach(command, {**os.environ, **env})
     if is_known and command[0].endswith(".py"):
         command = [sys.executable, *command]
-    elif is_known and command[0].startswith("python"):  # use that of dsat's environment
+    elif is_known and command[0].startswith("python"):  # use the Python of dsat's environment
         command = [sys.executable, *command[1:]]
     elif shutil.which(command[0]) is None:
         command = [str(Path(sys.executable).parent / command[0]), *command[1:]]

@@ -109,7 +109,7 @@ def list_collectives(
     itemsize: int,
     hpz: int = 1,
 ) -> list[Collectives]:
-    """List the collectives of the last micro step, and those of each micro step before it.
+    """List the collectives of the last micro step and of each earlier one.
 
     Args:
         settings: the ZeRO section; missing settings have DeepSpeed's defaults.
@@ -175,7 +175,7 @@ def columns(collectives: Iterable[Collectives], network: Network) -> dict[str, f
     """Return the columns of `step_time.work` that describe collectives.
 
     Args:
-        collectives: those of the last micro step, and those of each micro step before it.
+        collectives: of the last micro step and of each earlier one.
     """
     earlier, last = defaultdict[str, float](float), defaultdict[str, float](float)
     for group in collectives:

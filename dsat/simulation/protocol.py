@@ -18,7 +18,7 @@ from dsat.values.parallelism import Parallelism
 SCRIPT_FILE = "script.json"
 QUESTIONS = "question-*.json"
 QUESTION_FILE, ANSWER_FILE = "question-{:06}.json", "answer-{:06}.json"  # in order of questions
-WALL_FACTOR = 5  # limit of a simulation's wall-clock time, as a multiple of that of processor time
+WALL_FACTOR = 5  # a simulation's limit of wall-clock time over its limit of processor time
 
 
 class SimulationUnsupported(Exception):

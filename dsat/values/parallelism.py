@@ -72,7 +72,7 @@ def read_parallelism(config: Mapping[str, Any]) -> Parallelism:
 
 
 def apply_settings(settings: Mapping[str, Any], base: Parallelism) -> Parallelism:
-    """Return the parallelism of flat settings; missing sizes are those of `base`."""
+    """Return the parallelism of flat settings, with the sizes of `base` where they lack one."""
     return Parallelism(
         _size(settings.get(TENSOR_SIZE, base.tensor)),
         _size(settings.get(SEQUENCE_SIZE, base.sequence)),

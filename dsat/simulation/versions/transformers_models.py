@@ -21,7 +21,7 @@ def type_argument(dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 def loads_float32() -> bool:
-    """Return whether `from_pretrained` loads in float32 by default, as it does up to version 4."""
+    """Return whether `from_pretrained` loads in float32 by default (transformers 4 and older)."""
     import transformers
 
     return int(transformers.__version__.split(".")[0]) <= 4
